@@ -70,8 +70,6 @@ setup(
         "megatron_rc": ["py.typed", "docs/*.md"],
         "megatron_rc.configs": ["**/*.yaml"],
         "megatron_rc.launch": ["*.sh"],
-        "megatron_rc.launch.training.reporting.run_page": ["page.html"],
-        "megatron_rc.replay": ["drawing.js", "page.html", "style.css"],
     },
     install_requires=["torch>=2.6"],
     extras_require={

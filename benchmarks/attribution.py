@@ -1,19 +1,20 @@
-"""The table of docs/attribution.md: which parameters of SmolLM2 make an engine differ.
+"""The tables of docs/attribution.md: which parameters of SmolLM2 make an engine differ.
 
     python -m benchmarks.attribution FOLDER --output build/attribution.json
 
 FOLDER is a model in Hugging Face's format. Engine and trainer compute in float32 with the same kernels, so that the
-weights alone differ, except where the table says bf16 kernels.
+weights alone differ, except where the table says bf16 kernels. Rows that the output has already are not measured again.
+``--tables`` prints those of the output and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ from megatron_rc.attribution import (
     quantized,
     shards_of,
 )
+from megatron_rc.attribution.picture import write_picture
 
 Weights = dict[str, Tensor]
 TOKENS = 20  # of a response
+PROMPTS = 5  # of a row about an engine
+PROMPTS_OF_FAULTS = 3
+PROMPTS_OF_TRAINING = 1
 STALE_STEPS = 20
+# As configs/launch/smollm2_sums.yaml.
+LEARNING_RATE = 1e-5
+# Other prompts than those that are attributed.
+TRAINING_SEED = 100
 
 
 def int4_per_channel(weight: Tensor) -> Tensor:
@@ -51,6 +60,15 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8 by block": fp8_per_block,
     "int4 by row": int4_per_channel,
 }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that is planted in an engine."""
+
+    wrong: Weights  # the engine's weights before its rounding, where they differ from the trainer's
+    at_fault: list[str] | list[int]  # parameters by name, or layers
+    nodes: int = 1  # passes that it needs
 
 
 class Batch:
@@ -74,91 +92,205 @@ class Batch:
         position = torch.arange(1, length)
         self.mask = torch.stack([(position >= begin) & (position < len(tokens)) for tokens, begin in rows])
 
-    def score(self, model: Any) -> Tensor:
-        """Log-probs of the next tokens, [n, s - 1]; 0 outside of the responses."""
-        logits = model(self.tokens).logits[:, :-1].float()
+    def score(self, weights: Weights | None = None, *, bf16_kernels: bool = False) -> Tensor:
+        """Log-probs of the next tokens, [n, s - 1]; 0 outside of the responses. ``weights``: None: the model's own."""
+        weights = weights or {}
+        if bf16_kernels:
+            weights = {name: weight.bfloat16() for name, weight in weights.items()}
+        output = torch.func.functional_call(self.model, weights, self.tokens, tie_weights=True)
+        logits = output.logits[:, :-1].float()
         taken = logits.log_softmax(-1).gather(2, self.tokens[:, 1:].unsqueeze(2)).squeeze(2)
         return torch.where(self.mask, taken, 0.0)
 
-    def attribute(self, engine: Weights, *, nodes: int = 1, bf16_kernels: bool = False) -> dict[str, Any]:
-        """The attribution to the model's parameters, and its figures."""
-        model = self.model
+    def attribute(self, engine: Weights, *, nodes: int = 1, bf16_kernels: bool = False) -> tuple[Attribution, float]:
+        """The attribution to the model's parameters, and the seconds of its passes."""
         with torch.no_grad():
-            train = self.score(model)
-            other = copy.deepcopy(model)
-            other.load_state_dict(engine, strict=False)
-            exact = self.score(other)
-            rollout = self.score(other.bfloat16()) if bf16_kernels else exact
-        del other
+            train = self.score()
+            exact = self.score(engine)
+            rollout = self.score(engine, bf16_kernels=True) if bf16_kernels else exact
         began = time.monotonic()
         result = attribute(
-            shards_of(model),
+            shards_of(self.model),
             engine,
-            lambda coefficients: (coefficients * self.score(model)).sum().backward(),
+            lambda coefficients: (coefficients * self.score()).sum().backward(),
             train - rollout,
             nodes=nodes,
             differences_of_weights=lambda: train - exact,
         )
-        return self._figures(result, nodes, time.monotonic() - began)
+        return result, time.monotonic() - began
 
-    def _figures(self, result: Attribution, nodes: int, seconds: float) -> dict[str, Any]:
-        kinds = {kind: result.share(part) for kind, part in result.by_kind().items()}
-        layers = {layer: result.share(part) for layer, part in result.by_layer().items()}
-        return {
-            "tokens": int(self.mask.sum()),
-            "k2": result.measured / 2 / int(self.mask.sum()),
+
+class Table:
+    """Rows of figures in a file, written after each measurement."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def measure(
+        self,
+        batch: Batch,
+        engine: str,
+        seed: int,
+        weights: Weights,
+        *,
+        rounding: Callable[[Tensor], Tensor] | None = None,
+        name: str = "",
+        fault: Fault | None = None,
+        nodes: int = 1,
+        bf16_kernels: bool = False,
+    ) -> None:
+        """Add a row, unless the file has it. ``weights``: the engine's before its rounding."""
+        key = {"engine": engine, "fault": name, "seed": seed}
+        if any(key.items() <= row.items() for row in self.rows):
+            return
+        rounded = weights if rounding is None else quantized(weights, rounding)
+        result, seconds = batch.attribute(rounded, nodes=nodes, bf16_kernels=bf16_kernels)
+        num_tokens = int(batch.mask.sum())
+        row = key | {
+            "tokens": num_tokens,
+            "k2": result.measured / 2 / num_tokens,
             "explained": result.explained,
             "completeness": result.completeness,
             "nodes": nodes,
             "largest": result.largest(5),
-            "kinds": kinds,
-            "layers": layers,
-            "seconds": seconds,
+            "layers": {layer: round(result.share(part), 5) for layer, part in result.by_layer().items()},
+            "kinds": {kind: round(result.share(part), 5) for kind, part in result.by_kind().items()},
+            "layers_and_kinds": [
+                (*place, round(result.share(part), 5)) for place, part in result.by_layer_and_kind().items()
+            ],
+            "seconds": round(seconds, 1),
         }
+        if fault is None:
+            write_picture(result, self.path.with_name(f"{engine}, seed {seed}.png"))
+        else:
+            row |= places(result, fault)
+        self.rows.append(row)
+        self.path.write_text(json.dumps(self.rows), encoding="utf-8")
+        shown = {name: row[name] for name in ("k2", "explained", "completeness", "share", "places") if name in row}
+        sys.stdout.write(f"{key} {shown} {row['largest'][:2]}\n")
+        sys.stdout.flush()
 
 
-def stale(model: Any, batch: Batch) -> Weights:
-    """Train the model by some steps on its own responses; return the weights before."""
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+def places(result: Attribution, fault: Fault) -> dict[str, Any]:
+    """The share of the parameters or layers at fault, and their places in the list, the largest part being 1."""
+    parts: dict[Any, float] = result.by_layer() if isinstance(fault.at_fault[0], int) else dict(result.parts)
+    ordered = sorted(parts, key=lambda name: parts[name], reverse=True)
+    return {
+        "share": result.share(sum(parts[name] for name in fault.at_fault)),
+        "places": [ordered.index(name) + 1 for name in fault.at_fault],
+    }
+
+
+def gradients_of(model: Any, batch: Batch) -> Weights:
+    """Return the gradients of the mean log-prob of a batch."""
+    (batch.score().sum() / batch.mask.sum()).backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def train(model: Any, batch: Batch) -> None:
+    """Train the model by some steps on its own responses."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STALE_STEPS):
         optimizer.zero_grad()
-        (-batch.score(model).sum() / batch.mask.sum()).backward()
+        (-batch.score().sum() / batch.mask.sum()).backward()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return before
 
 
-def faults(weights: Weights, before: Weights) -> dict[str, tuple[list[str], Weights]]:
-    """Faults by name: (the parameters that are at fault, their weights in the engine before its rounding)."""
-    layers = "model.layers."
-
-    def of_layer(layer: int) -> list[str]:
-        return [name for name in weights if name.startswith(f"{layers}{layer}.")]
-
-    int4, scaled = f"{layers}12.mlp.up_proj.weight", f"{layers}20.self_attn.o_proj.weight"
-    swapped = f"{layers}10.self_attn.k_proj.weight"
-    small, embedding = f"{layers}15.self_attn.v_proj.weight", "model.embed_tokens.weight"
+def faults(weights: Weights, gradients: Weights) -> dict[str, Fault]:
+    """Faults by name, in a trainer with these weights."""
+    int4 = "model.layers.12.mlp.up_proj.weight"
+    scaled = "model.layers.20.self_attn.o_proj.weight"
+    merged = "model.layers.15.self_attn.v_proj.weight"
+    embedding = "model.embed_tokens.weight"
     largest = weights[embedding].abs().amax()
+
+    exchanged = {name: weights[name.replace(".10.", ".11.")] for name in of_layer(weights, 10)}
+    exchanged |= {name: weights[name.replace(".11.", ".10.")] for name in of_layer(weights, 11)}
+    update = lora_update(weights[merged], gradients[merged])
     return {
-        "one projection in int4": ([int4], {int4: int4_per_channel(weights[int4])}),
-        f"one layer {STALE_STEPS} steps old": (of_layer(7), {name: before[name] for name in of_layer(7)}),
-        "one projection is the next layer's": ([swapped], {swapped: weights[swapped.replace(".10.", ".11.")]}),
-        "one projection 5 % too large": ([scaled], {scaled: weights[scaled] * 1.05}),
-        "one projection 1 % too large": ([scaled], {scaled: weights[scaled] * 1.01}),
-        "an update of rank 1 lost": ([small], {small: weights[small] - low_rank(weights[small])}),
-        "embedding in 8 bits by tensor": (
-            [embedding],
-            {embedding: (weights[embedding] / largest * 127).round() * largest / 127},
+        "a projection in int4": Fault({int4: int4_per_channel(weights[int4])}, [int4]),
+        "two layers exchanged": Fault(exchanged, [10, 11], nodes=3),
+        "a projection 5 % too large": Fault({scaled: weights[scaled] * 1.05}, [scaled]),
+        "a projection 1 % too large": Fault({scaled: weights[scaled] * 1.01}, [scaled]),
+        "a LoRA merge in bf16": Fault({merged: bf16(bf16(weights[merged] - update) + update)}, [merged]),
+        "embedding in 8 bits, one scale": Fault(
+            {embedding: (weights[embedding] / largest * 127).round() * largest / 127}, [embedding]
         ),
     }
 
 
-def low_rank(weight: Tensor) -> Tensor:
-    """An update of rank 1, a sixteenth of the weight's size."""
-    generator = torch.Generator().manual_seed(0)
-    rows, columns = (torch.randn(length, 1, generator=generator) for length in weight.shape)
-    return rows @ columns.T * weight.abs().mean() * 2**-4
+def of_layer(weights: Weights, layer: int) -> list[str]:
+    """Return the names of a layer's parameters."""
+    return [name for name in weights if name.startswith(f"model.layers.{layer}.")]
+
+
+def lora_update(weight: Tensor, gradient: Tensor) -> Tensor:
+    """A step of rank 8 down the gradient, a thousandth of the weight's size: bf16 rounds most of its elements away."""
+    left, values, right = torch.svd_lowrank(gradient, q=8)
+    update = -(left * values) @ right.T
+    return update * weight.norm() / update.norm() * 2**-10
+
+
+def engine_table(rows: list[dict[str, Any]]) -> str:
+    """Return the shares by engine, kind and layer as Markdown; each cell has the numbers of all seeds."""
+    engines = list(dict.fromkeys(row["engine"] for row in rows if not row["fault"]))
+    lines = [
+        "| engine's weights | k2 of a token, nats² | explained | attention | MLP | embedding | layers 0, 1 "
+        "| layers 2 to 25 | layers 26 to 29 | first in the list |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for engine in engines:
+        of_seeds = [row for row in rows if row["engine"] == engine and not row["fault"]]
+        cells = [engine, _joined(f"{row['k2']:.2g}" for row in of_seeds)]
+        cells.append(_joined(f"{row['explained']:.3f}" for row in of_seeds))
+        for kind in ("attention", "mlp", "embedding"):
+            cells.append(_joined(_percent(row["kinds"][kind]) for row in of_seeds) + " %")
+        for layers in (range(2), range(2, 26), range(26, 30)):
+            cells.append(_joined(_percent(_sum_of(row["layers"], layers)) for row in of_seeds) + " %")
+        cells.append("; ".join(_first_in_words(row) for row in of_seeds))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fault_table(rows: list[dict[str, Any]]) -> str:
+    """Return the shares and places of the planted faults as Markdown."""
+    names = list(dict.fromkeys(row["fault"] for row in rows if row["fault"]))
+    lines = [
+        "| fault | beside bf16: share, place | completeness | beside fp8 by channel: share, place | completeness |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names:
+        cells = [name]
+        for row in (row for row in rows if row["fault"] == name):
+            places_in_words = ", ".join(str(place) for place in row["places"])
+            cells += [f"{_percent(row['share'])} %, {places_in_words}", f"{row['completeness']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return " / ".join(texts)
+
+
+def _percent(share: float) -> str:
+    """Return a rounded number of percents, never -0."""
+    return str(round(100 * share))
+
+
+def _sum_of(shares: dict[str, float], layers: range) -> float:
+    """Sum the shares of some layers, whose numbers are texts in a JSON file."""
+    return sum(share for layer, share in shares.items() if int(layer) in layers)
+
+
+def _first_in_words(row: dict[str, Any]) -> str:
+    name, share = row["largest"][0]
+    short = name.removeprefix("model.").removesuffix(".weight").replace("layers.", "")
+    return f"{short} {_percent(share)} %"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,38 +300,49 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="prompts of the rows about engines")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the output; measure nothing")
     options = parser.parse_args(arguments)
+    table = Table(options.output)
+    if options.tables:
+        sys.stdout.write(f"{engine_table(table.rows)}\n\n{fault_table(table.rows)}\n")
+        return 0
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
+    # With a padding token, torch leaves out the gradient of its row, although prompts contain the token.
+    model.get_input_embeddings().padding_idx = None
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    rows: list[dict[str, Any]] = []
 
-    def add(engine: str, fault: str, seed: int, figures: dict[str, Any]) -> None:
-        rows.append({"engine": engine, "fault": fault, "seed": seed} | figures)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        largest = ", ".join(f"{name} {share:.1%}" for name, share in figures["largest"][:2])
-        sys.stdout.write(f"{seed} {engine} {fault} k2 {figures['k2']:.2g} {figures['explained']:.4f} {largest}\n")
-        sys.stdout.flush()
+    batches = {seed: Batch(model, tokenizer, seed, PROMPTS) for seed in options.seeds}
+    of_faults = Batch(model, tokenizer, 0, PROMPTS_OF_FAULTS)
+    of_training = Batch(model, tokenizer, TRAINING_SEED, PROMPTS_OF_TRAINING)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for engine, rounding in ROUNDINGS.items():
+        for seed, batch in batches.items():
+            table.measure(batch, engine, seed, before, rounding=rounding)
+    for nodes in (1, 3):
+        engine = f"bf16, bf16 kernels, {nodes} nodes"
+        for seed, batch in batches.items():
+            table.measure(batch, engine, seed, before, rounding=bf16, nodes=nodes, bf16_kernels=True)
 
-    for seed in range(options.seeds):
-        batch = Batch(model, tokenizer, seed, options.prompts)
-        weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        for engine, rounding in ROUNDINGS.items():
-            add(engine, "", seed, batch.attribute(quantized(weights, rounding)))
-        add("bf16", "bf16 kernels", seed, batch.attribute(quantized(weights, bf16), bf16_kernels=True))
+    def plant(name: str, fault: Fault) -> None:
+        for engine in ("bf16", "fp8 by channel"):
+            wrong = before | fault.wrong
+            table.measure(
+                of_faults, engine, 0, wrong, rounding=ROUNDINGS[engine], name=name, fault=fault, nodes=fault.nodes
+            )
 
-    batch = Batch(model, tokenizer, 0, options.prompts)
-    before = stale(model, batch)
-    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    add(f"float32, {STALE_STEPS} steps old", "", 0, batch.attribute(before))
-    for engine in ("bf16", "fp8 by channel"):
-        for fault, (names, wrong) in faults(weights, before).items():
-            nodes = 8 if fault == "one projection is the next layer's" else 1
-            figures = batch.attribute(quantized(weights | wrong, ROUNDINGS[engine]), nodes=nodes)
-            ordered = [name for name, _ in figures["largest"]]
-            add(engine, fault, 0, figures | {"first": ordered[0] in names, "at_fault": names[:3]})
+    for name, fault in faults(before, gradients_of(model, of_training)).items():
+        plant(name, fault)
+
+    train(model, of_training)
+    later = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for seed, batch in batches.items():
+        table.measure(batch, f"{STALE_STEPS} steps old", seed, before)
+
+    # The trainer has its old weights again, whose responses the batch has; the layer in the engine is the newer one.
+    model.load_state_dict(before, strict=False)
+    moved = {name: later[name] for name in of_layer(before, 7)}
+    plant(f"a layer {STALE_STEPS} steps apart", Fault(moved, [7]))
     return 0
 
 

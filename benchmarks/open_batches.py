@@ -15,14 +15,16 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_rc.launch.engines import Progress
-from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
-from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts
+from megatron_rc.launch.engines.vllm_client import ROUTE, VllmClient
+from megatron_rc.launch.rollouts.work_threads import WorkThreads
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.rollout_servers import Server, given, running
 
@@ -46,23 +48,25 @@ def server_of(spread: float) -> type[Server]:
 def run(spread: float, ahead: int, threads: int, step_seconds: float) -> float:
     """Seconds of a run of some batches."""
     with tempfile.TemporaryDirectory() as folder, running(kind=server_of(spread)) as server:
-        engine = given(VllmServerEngine, server, Path(folder), 0, partial_rollouts=True, concurrency=CONCURRENCY)
+        engine = given(VllmClient, server, Path(folder), 0, partial_rollouts=True, concurrency=CONCURRENCY)
         prompts = [[2 + index % 9, index // 9] for index in range(RESPONSES)]
 
         def obtain(batch: int) -> list[Any]:
             progress = Progress(batch, prompts, SamplingParams(), {})
             return engine.sample(prompts, SamplingParams(), 4, batch, progress)
 
-        rollouts = PrefetchedRollouts(obtain, threads)
+        workers = WorkThreads(threads, "rollouts")
+        ordered: dict[int, Future[list[Any]]] = {}
         begun = time.perf_counter()
         for batch in range(BATCHES):
-            later = range(batch, min(batch + ahead + 1, BATCHES))
-            rollouts.order([one for one in later if one not in rollouts])
-            rollouts.take(batch)
+            for later in range(batch, min(batch + ahead + 1, BATCHES)):
+                if later not in ordered:
+                    ordered[later] = workers.submit(partial(obtain, later))
+            ordered[batch].result()
             time.sleep(step_seconds)
-        found = time.perf_counter() - begun
-        rollouts.close()
-    return found
+        seconds = time.perf_counter() - begun
+        workers.close()
+    return seconds
 
 
 def main() -> None:

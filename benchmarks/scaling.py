@@ -11,8 +11,8 @@ Every other trace (other batches, tokens, ranks and layouts) must equal these fo
 that one rank sends: 2 (p - 1)/p times the payload for a ring all-reduce over p ranks, the payload for a broadcast along
 a chain.
 
-``--formulas`` prints the first table only, which ``docs/scaling.md`` holds and ``tests/correction/test_scaling.py``
-reads.
+``--formulas`` prints the first table only, which ``benchmarks/SCALING.md`` holds and
+``tests/correction/test_scaling.py`` reads.
 """
 
 from __future__ import annotations

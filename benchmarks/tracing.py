@@ -1,7 +1,7 @@
 """Trace of the correction's collectives in a rollout batch and its optimizer steps.
 
 The groups may be fake and send nothing; their sizes, this rank's place in them and all local work are real. Sizes of
-collectives depend on the numbers of sequences and prompts, never on tokens or ranks (docs/scaling.md).
+collectives depend on the numbers of sequences and prompts, never on tokens or ranks (benchmarks/SCALING.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megatron_rc.launch.flags.torchrun import torchrun_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 # Commands whose flags are not the launcher's.
-COMMANDS = ("launch.export", "launch.report", "replay", "doctor", "adaptors.check")
+COMMANDS = ("launch.attribute", "launch.export", "launch.report", "replay", "doctor", "adaptors.check")
 _MARK = re.compile(r"^<!-- made by (\w+) -->$", flags=re.MULTILINE)
 _LINK = re.compile(r"^\| \[([^\]]+)\]\(([\w./-]+\.md)\)", flags=re.MULTILINE)
 _NAME = re.compile(r"^- `(megatron_rc(?:\.\w+)+)`$", flags=re.MULTILINE)

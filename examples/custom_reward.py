@@ -1,6 +1,6 @@
 """A reward of one's own: ``--reward python:examples.custom_reward:last_number``.
 
-It is called once for each response, in a separate process with a time limit. docs/tasks.md has its possible results.
+It is called once for each response, in a separate process with a time limit. docs/data.md has its possible results.
 """
 
 import re

@@ -44,11 +44,14 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     # Rank 0 comes to the same warnings.
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     gc.enable()
-    given = sys.argv[1:] if argv is None else argv
+    command_line = sys.argv[1:] if argv is None else argv
+    if not command_line:
+        sys.stderr.write(short_help())
+        sys.exit(USAGE_ERROR)
     try:
-        outcome = run_ranks(torchrun_arguments(given, module))
+        outcome = run_ranks(torchrun_arguments(command_line, module))
     except ConfigurationError as error:
-        if "--json" in given:
+        if "--json" in command_line:
             sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         say_error(str(error))
         sys.exit(USAGE_ERROR)
@@ -102,8 +105,8 @@ def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, nu
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
 
-    found = examine(config, task, missing, num_machines, mine.device_memory_gib)
-    text = json.dumps(found.as_mapping(), indent=2) if mine.json else "\n".join(found.in_words())
+    findings = examine(config, task, missing, num_machines, mine.device_memory_gib)
+    text = json.dumps(findings.as_mapping(), indent=2) if mine.json else "\n".join(findings.in_words())
     sys.stdout.write(f"{text}\n")
 
 
@@ -114,17 +117,22 @@ def _say_unused(config: RunConfig) -> None:
 
 
 def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
-    restarts = f"--max-restarts {mine.max_restarts}" * bool(mine.max_restarts)
-    asked = restarts or f"--nnodes {mine.nnodes}" * (machines.fewest < machines.most)
-    if asked and not (files.is_save(files.load) and files.save_interval):
+    """Refuse flags by which ranks that are started again could not go on from the newest checkpoint."""
+    if mine.max_restarts:
+        flag = f"--max-restarts {mine.max_restarts}"
+    elif machines.fewest < machines.most:
+        flag = f"--nnodes {mine.nnodes}"
+    else:
+        return
+    if not (files.is_save(files.load) and files.save_interval):
         raise ConfigurationError(
-            f"{asked} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started "
+            f"{flag} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started "
             "again go on from the newest checkpoint"
         )
-    if asked and files.ckpt_step is not None:
+    if files.ckpt_step is not None:
         raise ConfigurationError(
             f"--ckpt-step {files.ckpt_step} would take ranks that are started again back to that step: drop it, or "
-            f"{asked}"
+            f"{flag}"
         )
 
 

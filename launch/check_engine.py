@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rewards.rewarder import ERRORS_FILE
 from megatron_rc.launch.rollouts.agreement import LAGS, Finding, judge, lag_distances, tolerance
 from megatron_rc.launch.run_config import RunConfig
@@ -49,10 +50,8 @@ def run_check(config: RunConfig, task: Task) -> bool:
     """Run the check on this rank and print the findings on rank 0; return True, since there is nothing to save.
 
     Raises:
-        AgreedError: on every rank: a finding does not agree; the message names it.
+        RunError: on every rank: a finding does not agree; the message names it.
     """
-    from megatron_rc.launch.distributed import AgreedError
-
     findings = check_engine(config, task)
     if torch.distributed.get_rank() == 0:
         for finding in findings:
@@ -60,7 +59,7 @@ def run_check(config: RunConfig, task: Task) -> bool:
         sys.stdout.flush()
     wrong = [finding.about for finding in findings if not finding.agrees]
     if wrong:
-        raise AgreedError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
+        raise RunError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
     return True
 
 
@@ -79,24 +78,23 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     with closing(RolloutCollector(config, task, groups)) as collector:
         collector.sync_weights(trainer.chunks, trainer.iteration)
         batch = collector.collect(trainer.iteration)
+
     configured = config.rollouts.rl_default_temperature
     temperatures = sorted({configured, *TEMPERATURES})
-    sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
-    # Whole sequences are counted on the first CP rank alone.
-    whole = torch.cat([_tokens(batch, task.text), _endings(batch, task.text.ends)]) * (group_rank(groups.cp) == 0)
-    local = torch.cat([torch.stack(sums).flatten(), whole])
-    total = broadcast(all_reduce_sum(local, groups.dp_cp), group_size(groups.pp) - 1, groups.pp).tolist()
-    width = len(LAGS) + 1
-    scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
-    distances = dict(zip(temperatures, scored, strict=True))
-    found = judge(distances, configured, tolerance(config))
+    distances = torch.stack([score_distances(trainer, batch, temperature) for temperature in temperatures])
+    counts = torch.cat([_tokens(batch, task.text), _endings(batch, task.text.ends)])
+    if group_rank(groups.cp) > 0:
+        counts = torch.zeros_like(counts)  # whole sequences are counted on the first CP rank alone
+    local = torch.cat([distances.flatten(), counts])
+    total = broadcast(all_reduce_sum(local, groups.dp_cp), group_size(groups.pp) - 1, groups.pp)
+    all_distances = total[: distances.numel()].view_as(distances).tolist()
+    foreign, responses, again, stopped, ended, inside = total[distances.numel() :].tolist()
+
+    findings = judge(dict(zip(temperatures, all_distances, strict=True)), configured, tolerance(config))
+    findings.append(judge_tokens(task.text.size, foreign, responses, again))
+    findings += judge_endings(task.text.ends, stopped, ended, inside)
     rewards = summarize_rollouts(batch, groups).metrics | collector.reward_metrics
-    return [
-        *found,
-        judge_tokens(task.text.size, *total[-6:-3]),
-        *judge_endings(task.text.ends, *total[-3:]),
-        *judge_rewards(rewards, config.rollouts.sequences),
-    ]
+    return findings + judge_rewards(rewards, config.rollouts.sequences)
 
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:

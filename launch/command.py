@@ -14,6 +14,9 @@ _COMMANDS = {
     "dry-run": ("megatron_rc.launch", "show batches, memory and places of the ranks of a run; starts nothing"),
     "doctor": ("megatron_rc.doctor", "find faults in a run's log-probs, propose a correction"),
     "replay": ("megatron_rc.replay", "compare the effects of corrections on a recorded batch"),
+    "attribute": ("megatron_rc.launch.attribute", "find the layers that make engine and trainer differ"),
+    "report": ("megatron_rc.launch.report", "draw a run: report.html and summary.png in its folder"),
+    "check-engine": ("megatron_rc.launch.check_engine", "compare an engine with the trainer before a run"),
     "export": ("megatron_rc.launch.export", "write a checkpoint as a Hugging Face directory"),
     "docs": (None, "print the folder of the pages; docs/NAME.md in a message is NAME.md there"),
 }
@@ -24,6 +27,9 @@ def main(words: Sequence[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(_usage())
+        return
+    if name == "--version":
+        sys.stdout.write(f"megatron-rc {megatron_rc.__version__}\n")
         return
     if name not in _COMMANDS:
         sys.stderr.write(f"error: {name} is not one of the commands {', '.join(_COMMANDS)}\n")

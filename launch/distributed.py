@@ -1,10 +1,10 @@
-"""Process groups, and verdicts on which all ranks agree."""
+"""Process groups, and numbers that all ranks share."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,15 +14,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
-from megatron_rc.launch.heartbeats import Heartbeats
+from megatron_rc.launch.lost_ranks import LostRanks
 from megatron_rc.launch.run_config import RunConfig
 
-_MESSAGE_BYTES = 2048
-_LEFT_OUT = b" ... "
-# Number of exit codes that a process has.
-_CODES = 256
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Fields of Megatron's configs that also shape its groups.
 _OF_GROUPS = (
@@ -32,21 +27,8 @@ _OF_GROUPS = (
 )
 
 
-class AgreedError(RuntimeError):
-    """An error that every rank raises together, with the message of the first rank that met it.
-
-    Args:
-        message: one sentence.
-        code: exit code of the run, below 256.
-    """
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
-    """Join torchrun's processes, start the heartbeats, and make Megatron's groups."""
+def initialize(config: RunConfig, lost_ranks: LostRanks | None = None) -> None:
+    """Join torchrun's processes, start to look for lost ranks, and make Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not config.launch.on_cpu:
@@ -54,9 +36,9 @@ def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
         choose_interfaces()
+        if lost_ranks is not None:
+            lost_ranks.start()
         store, rank, world = _store_of_this_start(timeout)
-        if heartbeats is not None:
-            heartbeats.start()
         backend = "gloo" if config.launch.on_cpu else "nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -79,7 +61,8 @@ def _make_user_buffers(config: RunConfig) -> None:
     """Make Transformer Engine's buffers for ``--tp-comm-overlap``, with Megatron-LM's arguments."""
     from transformer_engine.pytorch.module import base
 
-    given, training = config.megatron.given, config.training
+    given = config.megatron.given
+    training = config.training
     kinds: dict[str, Any] = {"use_fp8": "fp8" in given}
     modes = getattr(base, "UserBufferQuantizationMode", None)  # of Transformer Engine 2.7 and later
     if modes is not None:
@@ -142,62 +125,12 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def agree(config: RunConfig, error: str | AgreedError | None = None, numbers: Sequence[float] = ()) -> list[float]:
-    """Agree on whether any rank has an error, and share numbers.
+def largest_over_ranks(config: RunConfig, numbers: Sequence[float]) -> list[float]:
+    """Return the largest of each number over all ranks; ``numbers`` are equally many on each, and finite.
 
-    Args:
-        config: settings of the run.
-        error: this rank's error, as a sentence or as an error with an exit code; None: no error.
-        numbers: this rank's numbers, equally many on every rank; exact as float64.
-
-    Returns:
-        The largest value of each number over all ranks.
-
-    Collectives: one all-reduce of one number and ``numbers`` over all ranks; on an error one broadcast more.
-
-    Raises:
-        AgreedError: on every rank if any had an error, with message and exit code of the lowest such rank.
+    Collectives: one MAX of the numbers, as float64, over all ranks.
     """
-    device = config.launch.device
-    world, rank = dist.get_world_size(), dist.get_rank()
-    own = AgreedError(error) if isinstance(error, str) else error
-    vote = 0 if own is None else (world - rank) * _CODES + own.code
-    # A vote is a whole number below 2^53.
-    votes = torch.tensor([vote, *numbers], dtype=torch.float64, device=device)
-    with phases.waiting():
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    highest, *shared = votes.tolist()
-    if highest:
-        first, code = divmod(int(highest), _CODES)
-        raise AgreedError(_broadcast_text(str(own or ""), world - first, device), code)
-    return shared
-
-
-@contextmanager
-def failing_together(
-    config: RunConfig, kinds: tuple[type[BaseException], ...], in_words: Callable[[BaseException], str]
-) -> Iterator[None]:
-    """Turn an error of these kinds inside the block, on any rank, into one AgreedError on all ranks.
-
-    Collectives: as :func:`agree`, at the end of the block.
-    """
-    error = None
-    try:
-        yield
-    except AgreedError:
-        raise
-    except kinds as problem:
-        error = in_words(problem)
-    agree(config, error)
-
-
-def _broadcast_text(text: str, source: int, device: torch.device) -> str:
-    # Exceptions of a user's code, and names of files, may hold characters that are no Unicode.
-    content = text.encode(errors="backslashreplace")
-    if len(content) > _MESSAGE_BYTES:
-        # Keep the end too, which has the remedy.
-        begun = _MESSAGE_BYTES // 2
-        content = content[:begun] + _LEFT_OUT + content[len(content) - (_MESSAGE_BYTES - begun - len(_LEFT_OUT)) :]
-    message = torch.tensor(list(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    dist.broadcast(message, src=source, group=dist.group.WORLD)
-    return bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
+    shared = torch.tensor(numbers, dtype=torch.float64, device=config.launch.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    largest: list[float] = shared.tolist()
+    return largest

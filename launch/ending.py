@@ -1,6 +1,7 @@
-"""Messages from ranks to the launcher about their ends: a small file each, in a folder that the launcher names.
+"""Messages between the launcher and its ranks about the end of the run, and processes that end with their parent.
 
-Under plain torchrun there is no such folder, and ranks write nothing.
+The launcher holds the messages in memory (a file on systems other than Linux), so that neither a full nor a cleaned
+folder of temporary files loses one. Under plain torchrun there is no launcher, and ranks tell nothing.
 """
 
 from __future__ import annotations
@@ -11,52 +12,107 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = "MEGATRON_RC_ENDINGS"
-# Environment variable of a reward's worker and of all processes that it starts: the folder and the trainer's number.
-SCORES_FOR = "MEGATRON_RC_SCORES_FOR"
-_PR_SET_PDEATHSIG = 1
+# Environment variable with the file of the messages.
+MESSAGES = "MEGATRON_RC_MESSAGES"
+# Environment variable with the launcher's folder for temporary files, which outlasts a killed rank.
+FOLDER = "MEGATRON_RC_FOLDER"
 # torchrun's number of this start of the ranks, from 0.
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 # Exit code of a run that a condition of the user's ended; such a run is never started again.
 GUARD = 3
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Ending:
-    """A rank's message about its end."""
+class Message:
+    """A message of the launcher or of a rank."""
 
-    rank: int  # its number
-    attempt: int  # number of times that torchrun had started the ranks again
-    time: float  # time of the end, in seconds since 1970
-    kept: bool = True  # every step is made, or a checkpoint holds the steps made
+    attempt: int = 0  # number of times that torchrun had started the ranks again
+    rank: int = -1  # number of the rank; −1: the launcher
+    time: float = 0.0  # seconds since 1970
+    store: tuple[str, int] | None = None  # the rank has started, and its store is at this host and port
+    stop: str | None = None  # the launcher got this signal
+    has_ended: bool = False  # the rank's work is done
+    is_kept: bool = False  # every step is made, or a checkpoint holds the steps made
     error: str | None = None  # one sentence, if the rank failed
     code: int = 0  # the exit code that the error asks for
-    lost: int | None = None  # another rank that the error is about
-    lost_in: str = ""  # machine and phase of that rank at its last beat
+    is_cut_off: bool = False  # the error is that the machine of rank 0 does not answer
+
+
+@contextmanager
+def messages() -> Iterator[None]:
+    """Receive messages inside the block, by this process and by processes that it starts; for the launcher."""
+    with contextlib.ExitStack() as stack:
+        if sys.platform == "linux":
+            descriptor = os.memfd_create("megatron-rc-messages")
+            stack.callback(os.close, descriptor)
+            os.environ[MESSAGES] = f"/proc/{os.getpid()}/fd/{descriptor}"
+        else:
+            os.environ[MESSAGES] = stack.enter_context(tempfile.NamedTemporaryFile()).name
+        try:
+            yield
+        finally:
+            del os.environ[MESSAGES]
+
+
+def tell(**fields: Any) -> bool:
+    """Add a :class:`Message` with these fields; return False if there is no launcher to read it."""
+    path = os.environ.get(MESSAGES)
+    if path is None:
+        return False
+    message = Message(
+        attempt=int(os.environ.get(ATTEMPT, "0")),
+        rank=int(os.environ.get("RANK", "-1")),
+        time=time.time(),
+        **fields,
+    )
+    line = json.dumps(asdict(message))
+    with suppress(OSError):  # the launcher has ended
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, f"{line}\n".encode())
+        finally:
+            os.close(descriptor)
+    return True
 
 
 def tell_start() -> None:
-    """Tell the launcher that the ranks are started (again), and their store's address; earlier starts count no more."""
-    if os.environ.get(FOLDER):
-        place = f"{os.environ.get('MASTER_ADDR', '')} {os.environ.get('MASTER_PORT', '')}"
-        (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").write_text(place, encoding="utf-8")
+    """Tell the launcher that this rank has started, and the address of the ranks' store."""
+    tell(store=(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))))
 
 
-def tell_ending(**fields: Any) -> bool:
-    """Write an :class:`Ending` with these fields for the launcher; return False if there is no launcher."""
-    folder = os.environ.get(FOLDER)
-    if folder:
-        rank, attempt = (int(os.environ.get(name, "0")) for name in ("RANK", ATTEMPT))
-        ending = Ending(rank, attempt, time.time(), **fields)
-        partial = Path(folder) / f"{attempt}-{rank}.partial"
-        partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
-        partial.replace(partial.with_suffix(".json"))
-    return bool(folder)
+def tell_ending(*, kept: bool) -> None:
+    """Tell the launcher that this rank's work is done, and whether it is ``kept``: made, or in a checkpoint."""
+    tell(has_ended=True, is_kept=kept)
+
+
+def read_messages() -> list[Message]:
+    """Return all messages so far, in the order in which they came."""
+    path = os.environ.get(MESSAGES)
+    if path is None:
+        return []
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [Message(**json.loads(line)) for line in lines]
+
+
+def messages_of_ranks() -> list[Message]:
+    """Return the messages of this machine's ranks since their last start, in order of time."""
+    told = [message for message in read_messages() if message.rank >= 0]
+    newest = max((message.attempt for message in told), default=0)
+    return [message for message in told if message.attempt == newest]
+
+
+def signal_of_launcher() -> str | None:
+    """Return the name of the first signal that the launcher got; None: none yet, or no launcher."""
+    return next((message.stop for message in read_messages() if message.stop is not None), None)
 
 
 def end_forks_with_this_process() -> None:
@@ -78,41 +134,3 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def mark_of_scores(trainer: int | None = None) -> str:
-    """Return the value of :data:`SCORES_FOR` for a trainer; None: the common beginning of this run's values."""
-    return f"{os.environ.get(FOLDER, '')}:{'' if trainer is None else f'{trainer}:'}"
-
-
-def end_what_scores(mark: str) -> None:
-    """Kill processes that rewards started and left, also in sessions of their own; needs ``/proc``.
-
-    Their environment has :data:`SCORES_FOR`, which begins with ``mark``.
-    """
-    wanted = f"{SCORES_FOR}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # of another user, or just ended
-            if any(entry.startswith(wanted) for entry in path.read_bytes().split(b"\0")):
-                os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def read_endings(folder: Path) -> list[Ending]:
-    """Return the endings of this machine's ranks since their last start, in order of time."""
-    told = [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    newest = _newest_start(folder)
-    return sorted((ending for ending in told if ending.attempt == newest), key=lambda ending: ending.time)
-
-
-def read_store(folder: Path) -> tuple[int, str, int] | None:
-    """Return the number of the ranks' last start, and host and port of their store; None: not written."""
-    newest = _newest_start(folder)
-    try:
-        host, port = (folder / f"{newest}.start").read_text(encoding="utf-8").split()
-        return newest, host, int(port)
-    except (OSError, ValueError):
-        return None
-
-
-def _newest_start(folder: Path) -> int:
-    return max((int(path.stem) for path in folder.glob("*.start")), default=0)

@@ -20,21 +20,27 @@ _GIT_SECONDS = 10
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, and of installed packages that change numbers."""
-    found = {"python": platform.python_version(), "megatron-rc": megatron_rc.__version__}
+    installed = {"python": platform.python_version(), "megatron-rc": megatron_rc.__version__}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def repositories() -> list[dict[str, Any]]:
     """Return the git checkouts of this package and of the working directory, if there are any."""
-    folders = (Path(megatron_rc.__file__).parent, Path.cwd())
-    commits = dict(found for found in map(_commit, folders) if found is not None)
+    commits: dict[str, str] = {}
+    for folder in (Path(megatron_rc.__file__).parent, Path.cwd()):
+        checkout = _commit(folder)
+        if checkout is not None:
+            top, commit = checkout
+            commits[top] = commit
     changes = ("status", "--porcelain", "--untracked-files=no")
-    return [{"folder": top, "commit": one, "has_changes": bool(_git(top, *changes))} for top, one in commits.items()]
+    return [
+        {"folder": top, "commit": commit, "has_changes": bool(_git(top, *changes))} for top, commit in commits.items()
+    ]
 
 
 def environment() -> dict[str, Any]:
@@ -45,9 +51,9 @@ def environment() -> dict[str, Any]:
 def environment_lines() -> list[str]:
     """Return versions and repositories as lines of text."""
     lines = [" · ".join(f"{name} {version}" for name, version in versions().items())]
-    for one in repositories():
-        state = ", with changes that are not committed" if one["has_changes"] else ""
-        lines.append(f"{one['folder']} at {one['commit']}{state}")
+    for repository in repositories():
+        state = ", with changes that are not committed" if repository["has_changes"] else ""
+        lines.append(f"{repository['folder']} at {repository['commit']}{state}")
     return lines
 
 

@@ -19,6 +19,21 @@ class ConfigurationError(ValueError):
     """Flags, files or an environment that cannot work; the message is one sentence that names the remedy."""
 
 
+class RunError(RuntimeError):
+    """An error that ends the run; the message is one sentence for the user.
+
+    One rank may raise it alone: it ends this rank, and torchrun ends the others.
+
+    Args:
+        message: one sentence.
+        code: exit code of the run, below 256.
+    """
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 @contextmanager
 def missing_packages_noted() -> Iterator[list[str]]:
     """Fill the list that this yields with errors of missing packages that only the machines of a run need."""

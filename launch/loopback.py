@@ -20,8 +20,11 @@ _BACKEND = "loopback"
 def meet_on_loopback(args: argparse.Namespace) -> None:
     """Change torchrun's arguments for one machine: the agent and its ranks share one store on the loopback."""
     rendezvous_handler_registry.register(_BACKEND, _Meeting)
-    args.standalone, args.rdzv_backend, args.rdzv_id = False, _BACKEND, str(uuid.uuid4())
-    args.rdzv_endpoint = args.local_addr = ADDRESS
+    args.standalone = False
+    args.rdzv_backend = _BACKEND
+    args.rdzv_id = str(uuid.uuid4())
+    args.rdzv_endpoint = ADDRESS
+    args.local_addr = ADDRESS
 
 
 class _Meeting(StaticTCPRendezvous):
@@ -29,9 +32,12 @@ class _Meeting(StaticTCPRendezvous):
 
     def __init__(self, params: RendezvousParameters) -> None:
         listener = socket.create_server((ADDRESS, 0))
-        port, opened = int(listener.getsockname()[1]), listener.detach()
+        port = int(listener.getsockname()[1])
+        listening_descriptor = listener.detach()
         super().__init__(ADDRESS, port, rank=0, world_size=1, run_id=params.run_id, timeout=0)
-        self._store = dist.TCPStore(ADDRESS, port, is_master=True, master_listen_fd=opened)  # type: ignore[attr-defined]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            ADDRESS, port, is_master=True, master_listen_fd=listening_descriptor
+        )
 
     def get_backend(self) -> str:
         return _BACKEND

@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
+from megatron_rc.launch.ending import FOLDER, Message, messages, messages_of_ranks, signal_of_launcher
 from megatron_rc.launch.errors import ConfigurationError, one_line
-from megatron_rc.launch.heartbeats import tell_other_machines
-from megatron_rc.launch.own_folders import own_folder
-from megatron_rc.launch.stopping import first_signal
+from megatron_rc.launch.lost_ranks import tell_other_machines
+from megatron_rc.launch.standard_error import say_error
+from megatron_rc.launch.stopping import SAVE_AND_END, signals_to_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,6 +41,8 @@ _CAUSES: dict[int, str] = {
 _NOT_KEPT = "no checkpoint was written: with --save DIR the run could go on from where it stopped"
 # Seconds after the first failure; a later SIGKILL is torchrun's own.
 _KILLED_BY_TORCHRUN = 15
+# Seconds for torchrun to end by itself after a rank has seen that the machine of rank 0 is cut off.
+_CUT_OFF_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -60,33 +63,35 @@ def run_ranks(words: Sequence[str]) -> Outcome:
         ConfigurationError: several machines cannot find each other by these names.
     """
     args = _torchruns_arguments(words)
-    with own_folder(tempfile.gettempdir(), "megatron-rc-endings-") as folder:
-        os.environ[FOLDER] = str(folder)
+    with messages(), _temporary_folder() as folder:
         # Without one torchrun leaves a folder behind at every start.
         args.log_dir = args.log_dir or str(folder / "logs")
+        return _outcome(args)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Make a folder for files of the launcher and its ranks, whose path is in the environment; remove it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="megatron-rc-", ignore_cleanup_errors=True) as name:
+        os.environ[FOLDER] = name
         try:
-            return _outcome(args, folder)
+            yield Path(name)
         finally:
-            end_what_scores(mark_of_scores())
             del os.environ[FOLDER]
 
 
 def _torchruns_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Read torchrun's arguments; silence its log, and leave signals and names to the launcher."""
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.agent.server import api as agent
 
     from megatron_rc.launch.loopback import meet_on_loopback
 
-    # The agent would look up this machine's name at each rank's start and end, for a log.
-    agent._get_fq_hostname = socket.gethostname
     # The launcher says torchrun's messages about an end in fewer words.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
     elastic.addHandler(logging.NullHandler())
-    args: argparse.Namespace = torchrun.parse_args(list(words))
-    # Torchrun would take up each signal, also while the ranks save.
-    args.signals_to_handle = "SIGQUIT"
+    # The launcher takes the signals that end a run, because torchrun would kill ranks that are still saving.
+    args: argparse.Namespace = torchrun.parse_args(["--signals-to-handle=SIGQUIT", *words])
     if args.standalone:
         meet_on_loopback(args)
     else:
@@ -94,26 +99,49 @@ def _torchruns_arguments(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _outcome(args: argparse.Namespace, folder: Path) -> Outcome:
-    """Run torchrun, and read the ranks' endings in the folder."""
+def _outcome(args: argparse.Namespace) -> Outcome:
+    """Run torchrun, and read what the ranks told about their ends."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    num_ranks = int(args.nproc_per_node)
+    has_other_machines = int(args.nnodes.rpartition(":")[2]) > 1
+    if has_other_machines:
+        threading.Thread(target=_leave_when_cut_off, name="cut-off machine", daemon=True).start()
     try:
-        with first_signal():
+        with signals_to_ranks():
             torchrun.run(args)
-        return ended(read_endings(folder), int(args.nproc_per_node))
+        return ended(messages_of_ranks(), num_ranks, _signal_that_came())
     except SignalException as stop:
-        return ended(read_endings(folder), int(args.nproc_per_node), stop.sigval)
+        return ended(messages_of_ranks(), num_ranks, stop.sigval)
     except ChildFailedError as error:
-        if int(args.nnodes.rpartition(":")[2]) > 1:
-            tell_other_machines(folder, error.failures)
-        return failed(error.failures, read_endings(folder))
+        outcome = failed(error.failures, messages_of_ranks(), num_ranks, _signal_that_came())
+        if has_other_machines and outcome.code:
+            tell_other_machines(f"a rank of the machine {socket.gethostname()} failed: see what its launcher says")
+        return outcome
     except (RendezvousError, RuntimeError, OSError) as error:
+        told = _first_error(messages_of_ranks())
+        if told is not None:
+            return Outcome(told.code, f"error: {told.error}")
         reason = one_line(error, most=10_000)
         return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
+
+
+def _leave_when_cut_off() -> None:
+    """End this process if the machine of rank 0 is cut off: torchrun may wait in its store for ever."""
+    is_cut_off = False
+    while True:
+        time.sleep(_CUT_OFF_SECONDS)
+        was_cut_off = is_cut_off
+        told = _first_error(messages_of_ranks())
+        is_cut_off = told is not None and told.is_cut_off
+        # The second time torchrun had its seconds to end, or to start the ranks again.
+        if told is not None and is_cut_off and was_cut_off:
+            say_error(str(told.error))
+            shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+            os._exit(FAILURE)
 
 
 def _check_names(args: argparse.Namespace) -> None:
@@ -121,10 +149,12 @@ def _check_names(args: argparse.Namespace) -> None:
     import torch
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    remedy, host, flag = "give its address, or enter the name in DNS or /etc/hosts", args.master_addr, "--master-addr"
+    host = args.master_addr
+    user = f"--master-addr {host}"
     if args.rdzv_endpoint:
-        (host, _), flag = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0), "--rdzv-endpoint"
-    _check_resolves(host, f"{flag} {args.rdzv_endpoint or host}", remedy)
+        host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+        user = f"--rdzv-endpoint {args.rdzv_endpoint}"
+    _check_resolves(host, user, "give its address, or enter the name in DNS or /etc/hosts")
     by_name = not torch.cuda.is_available() and "GLOO_SOCKET_IFNAME" not in os.environ
     if by_name or args.rdzv_backend != "static":
         _check_resolves(socket.gethostname(), "this machine", "enter the name in DNS or /etc/hosts")
@@ -135,54 +165,98 @@ def _check_resolves(host: str, user: str, remedy: str) -> None:
 
     The message has ``user``, the flag with the name, and ``remedy``.
     """
-    found = threading.Event()
+    has_address = threading.Event()
 
     def look_up() -> None:
         until = time.monotonic() + LOOKUP_SECONDS
-        while not found.is_set() and time.monotonic() < until:
+        while not has_address.is_set() and time.monotonic() < until:
             with suppress(OSError, UnicodeError):
                 socket.getaddrinfo(host, None)
-                found.set()
+                has_address.set()
             time.sleep(_AGAIN_SECONDS)
 
     threading.Thread(target=look_up, daemon=True).start()
-    if not found.wait(LOOKUP_SECONDS):
+    if not has_address.wait(LOOKUP_SECONDS):
         raise ConfigurationError(
             f"{user}: the name {host} has no address, looked up for {LOOKUP_SECONDS:.0f} s: {remedy}"
         )
 
 
-def ended(endings: list[Ending], ranks: int, sent: signal.Signals | None = None) -> Outcome:
+def _signal_that_came() -> signal.Signals | None:
+    """The signal that the launcher passed on to the ranks, if any."""
+    name = signal_of_launcher()
+    return None if name is None else signal.Signals[name]
+
+
+def _first_error(told: Sequence[Message]) -> Message | None:
+    """The first message about an error, if there is one."""
+    return next((message for message in told if message.error is not None), None)
+
+
+def ended(told: Sequence[Message], num_ranks: int, sent: signal.Signals | None = None) -> Outcome:
     """Return the outcome of ranks that all ended with 0, or that a signal ended: 0 if nothing is lost.
 
-    ``sent`` is the signal to the launcher; without one a rank may have had a signal.
+    Args:
+        told: messages of the ranks.
+        num_ranks: number of ranks on this machine.
+        sent: signal that the launcher got; without one a rank may have had a signal.
     """
-    for ending in endings:
-        if ending.error is not None:  # as a guard's
-            return Outcome(ending.code, f"error: {ending.error}")
-    missing = ranks - len(endings)
-    if missing and sent is None:
-        how = f"{missing} of {ranks} ranks ended with exit code 0 before the run did"
-        return Outcome(FAILURE, f"error: {how}: look for what calls os._exit() in your own modules")
-    code, how = (FAILURE, "error: a rank was told to stop") if sent is None else (128 + sent, f"stopped by {sent.name}")
+    error = _first_error(told)
+    if error is not None:  # as a guard's
+        return Outcome(error.code, f"error: {error.error}")
+    has_ended = {message.rank: message.is_kept for message in told if message.has_ended}
+    missing = num_ranks - len(has_ended)
+    if missing and sent is not None:
+        return _stopped_unsaved(sent)
     if missing:
-        return Outcome(code, f"{how} before all ranks could save: what no checkpoint holds is lost")
-    return Outcome(0) if all(ending.kept for ending in endings) else Outcome(code, f"{how}, and {_NOT_KEPT}")
+        how = f"{missing} of {num_ranks} ranks ended with exit code 0 before the run did"
+        return Outcome(FAILURE, f"error: {how}: look for what calls os._exit() in your own modules")
+    if all(has_ended.values()):
+        return Outcome(0)
+    if sent is None:
+        return Outcome(FAILURE, f"error: a rank was told to stop, and {_NOT_KEPT}")
+    return Outcome(128 + sent, f"stopped by {sent.name}, and {_NOT_KEPT}")
 
 
-def failed(failures: dict[int, ProcessFailure], endings: list[Ending]) -> Outcome:
-    """Return the outcome of a failed run: the sentence of its first failed rank, or the signal that ended the rank."""
+def failed(
+    failures: dict[int, ProcessFailure], told: Sequence[Message], num_ranks: int, sent: signal.Signals | None = None
+) -> Outcome:
+    """Return the outcome of a run of which a rank failed: the sentence about the first one.
+
+    A failure after the last save costs nothing, so its outcome is 0 with a line. Arguments: see :func:`ended`.
+    """
+    kept = {message.rank for message in told if message.is_kept}
+    outcome = _first_failure(failures, told)
+    if len(kept) == num_ranks:
+        return Outcome(0, f"the run is over and nothing is lost; afterwards {outcome.words.removeprefix('error: ')}")
+    # The launcher's signal ends ranks that are still starting; others may tell that they lost a connection.
+    if sent is not None and any(-failure.exitcode == SAVE_AND_END for failure in failures.values()):
+        return _stopped_unsaved(sent)
+    return outcome
+
+
+def _stopped_unsaved(sent: signal.Signals) -> Outcome:
+    """The outcome of a run of which a signal ended ranks before they could save."""
+    return Outcome(128 + sent, f"stopped by {sent.name} before all ranks could save: what no checkpoint holds is lost")
+
+
+def _first_failure(failures: dict[int, ProcessFailure], told: Sequence[Message]) -> Outcome:
+    """Return the sentence about the rank that failed first, with its exit code."""
+    has_told = {message.rank for message in told if message.error is not None}
     begun = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
         cause = _CAUSES.get(-failure.exitcode)
-        if cause and failure.timestamp < begun + _KILLED_BY_TORCHRUN:
-            where = next((f"; it was {ending.lost_in}" for ending in endings if ending.lost == rank), "")
-            how = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}: {cause}{where}"
+        if cause and rank not in has_told and failure.timestamp < begun + _KILLED_BY_TORCHRUN:
+            how = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}: {cause}"
             return Outcome(FAILURE, f"error: {how}")
-    # torchrun lists failures in the order in which it saw them.
+    for rank, failure in failures.items():
+        # Ranks that only see the connections to such a rank break tell that.
+        if failure.exitcode > 0 and rank not in has_told:
+            how = f"with exit code {failure.exitcode}"
+            return Outcome(FAILURE, f"error: rank {rank} (process {failure.pid}) ended {how}: see above what it said")
+    error = _first_error(told)
+    if error is not None:
+        return Outcome(error.code, f"error: {error.error}")
     rank, failure = next(iter(failures.items()))
-    told = [ending for ending in endings if ending.error is not None]
-    if told and (failure.exitcode < 0 or rank in [ending.rank for ending in told]):
-        return Outcome(told[0].code, f"error: {told[0].error}")
-    how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+    how = f"by {failure.signal_name()}"
     return Outcome(FAILURE, f"error: rank {rank} (process {failure.pid}) ended {how}: see above what it said")

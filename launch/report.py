@@ -1,6 +1,6 @@
-"""Write the HTML page of an existing run: ``python -m megatron_rc.launch.report runs/NAME``.
+"""Draw an existing run: ``megatron-rc report runs/NAME`` writes its ``report.html`` and its ``summary.png``.
 
-A run writes its page when it ends; this command serves for a run that was killed or still goes on.
+A run draws itself when it ends; this command serves for a run that was killed or still goes on.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ from collections.abc import Sequence
 
 from megatron_rc.launch.flags.commands import parse_report
 from megatron_rc.launch.train_ppo import on_one_cpu
-from megatron_rc.launch.training.reporting.run_page.page import PAGE, write_page
+from megatron_rc.launch.training.reporting.run_page import PAGE, PICTURE, draw_run, history_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page and print its path; ends with 2 for a folder without metrics, 1 if the page cannot be written."""
+    """Write the page and the picture of a run, and print their paths.
+
+    Exit codes: 2 if the folder has no metrics, 1 if a file cannot be written or a package is missing. ``on_one_cpu``
+    prints the error, and ends the process with the code.
+    """
     with on_one_cpu():
         folder = parse_report(sys.argv[1:] if argv is None else argv)
         try:
-            sys.stdout.write(f"report {write_page(folder)}\n")
+            history, settings = history_of(folder)
+            draw_run(folder, history, settings)
         except OSError as error:
-            words = f"{folder / PAGE} could not be written ({error.strerror}): make room, or copy {folder}"
-            raise ValueError(words) from error
+            message = f"{folder / PAGE} could not be written ({error.strerror}): make room, or copy {folder}"
+            raise ValueError(message) from error
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        sys.stdout.write(f"report {folder / PAGE}\n")
+        if history.series:
+            sys.stdout.write(f"picture {folder / PICTURE}\n")
 
 
 if __name__ == "__main__":

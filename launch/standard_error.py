@@ -29,7 +29,8 @@ class _Unread(io.FileIO):
 def outlast_reader() -> None:
     """Let writes to ``sys.stderr`` survive a closed pipe or terminal, and escape tracebacks; for a process's beginning.
 
-    Otherwise rank 0, the only one that writes, would end with an error that the other ranks do not know.
+    Ctrl-C also ends the reader of ``… 2>&1 | tee FILE``, and a closed terminal is a signal to save: the rank that
+    writes must live on to save.
     """
     raw = io.BufferedWriter(_Unread(_DESCRIPTOR, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)

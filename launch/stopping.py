@@ -1,155 +1,154 @@
-"""Ctrl-C, SIGTERM and a closed terminal: answered with a line; the run stops when all ranks can save together."""
+"""Ctrl-C, SIGTERM and a closed terminal: all ranks save after the step under way, and end together.
+
+The launcher takes these signals itself and sends its ranks SIGUSR1, so that a SIGTERM from torchrun's agent always
+means that another rank is gone: it ends a rank at once, by the system's default, whatever the rank waits for. Under
+plain torchrun a SIGTERM means to save, and the ranks leave shortly before torchrun would kill them.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any
 
 from megatron_rc.launch import phases
+from megatron_rc.launch.ending import MESSAGES, signal_of_launcher, tell
 
 # Signals that end a run; SIGHUP comes when the terminal is closed.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The launcher's signal to its ranks.
+SAVE_AND_END = signal.SIGUSR1
 # torchrun's variable for the seconds until it kills ranks, and its default.
 SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SHUTDOWN_DEFAULT = 30
-# Seconds of that time for saving and leaving.
-_FOR_THE_END = 10
-# An event loop drops exceptions of its callbacks, so the work is interrupted again until it ends.
-_AGAIN_SECONDS = 1.0
+# Seconds before that time at which ranks leave.
+_EARLIER = 5.0
 _STDERR = 2
+_FAILURE = 1
+# Bytes through the pipe of the signals; no signal has these numbers.
+_END_OF_THREAD = 0
 
 
 class Stopped(Exception):
     """Raised by all ranks together after a signal to one: the rollout or evaluation under way is given up."""
 
 
-class Interrupted(BaseException):
-    """Raised by a signal inside :meth:`StopRequest.interrupts`; a BaseException, so that no engine catches it."""
-
-
 class StopRequest:
-    """Set by a signal of :data:`STOPPING`; the loop looks at it between two optimizer steps."""
+    """Set by a signal; the loop looks at it between two optimizer steps.
+
+    Attributes:
+        signal: name of the first signal that came, for the launcher or for this rank; None: none.
+        is_saved: the last save is made; a rank that leaves from now on loses nothing.
+    """
 
     def __init__(self) -> None:
-        self.signal: str | None = None  # name of the first that came
-        self.longest = 0.0  # seconds of the longest step so far
-        self._interrupts, self._answers = False, True
-
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        """Take note of the signal; it can arrive more than once."""
-        is_first, self.signal = self.signal is None, signal.Signals(number).name
-        if is_first and self._answers and not self._interrupts and os.environ.get("RANK") == "0":
-            # Not through sys.stderr, which this may have interrupted.
-            with suppress(OSError):  # the reader may be gone
-                os.write(_STDERR, self._answer().encode())
-        if self._interrupts:
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
-            raise Interrupted
-
-    def took(self, times: Mapping[str, float]) -> None:
-        """Take note of a step's duration: scoring pass, update and save."""
-        seconds = sum(times.get(f"perf/{part}_seconds", 0.0) for part in ("plan", "update", "save"))
-        self.longest = max(self.longest, seconds)
+        self.signal: str | None = None
+        self.is_saved = False
+        self._leave: threading.Timer | None = None
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handle the signals of :data:`STOPPING` inside the block.
+        """Take the signals inside the block; in the main thread.
 
-        After an error the handlers stay, so that torchrun's SIGTERM does not cut off the error's message: see
-        :func:`leaves_by_sigterm`.
+        Python's own handlers wait until the main thread is back from compiled code, as from a collective. So the
+        system's part of the handler wakes a thread through a pipe.
         """
-        before = {number: signal.signal(number, self) for number in STOPPING}
+        numbers = (SAVE_AND_END, signal.SIGINT, signal.SIGHUP) if MESSAGES in os.environ else STOPPING
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._listen, args=(reader, numbers), name="signals", daemon=True)
+        thread.start()
         try:
             yield self
-        except BaseException:
-            self._answers = False
-            raise
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def interrupts(self, limit: float, words: str) -> Iterator[None]:
-        """Let a signal interrupt the work inside at once, also a signal that came before; in the main thread.
-
-        Raises:
-            Interrupted: a signal came.
-            TimeoutError: the work took more than ``limit`` seconds; ``words`` is its message.
-        """
-        is_late = False
-
-        def expire(*_: Any) -> None:
-            nonlocal is_late
-            is_late = True
-            raise Interrupted
-
-        handler = signal.signal(signal.SIGALRM, expire)
-        began, timer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, limit, _AGAIN_SECONDS)
-        self._interrupts = True
-        try:
-            if self.signal is not None:
-                raise Interrupted
-            yield
-        except BaseException as error:
-            # The exception may have been wrapped on the way, as by a group of tasks.
-            if self.signal is not None:
-                raise Interrupted from error
-            if is_late:
-                raise TimeoutError(words) from error
-            raise
         finally:
-            self._interrupts = False
-            left = max(timer[0] - (time.monotonic() - began), 1e-3) if timer[0] else 0.0
-            signal.setitimer(signal.ITIMER_REAL, left)
-            signal.signal(signal.SIGALRM, handler)
+            signal.set_wakeup_fd(wakeup_before)
+            for number, handler in before.items():
+                # The system's default would end this rank, which has made its last save.
+                signal.signal(number, signal.SIG_IGN if number == SAVE_AND_END else handler)
+            os.write(writer, bytes([_END_OF_THREAD]))
+            thread.join()
+            os.close(reader)
+            os.close(writer)
+            if self._leave is not None:
+                self._leave.cancel()
 
-    def _answer(self) -> str:
-        """Return the answer to the signal, with advice if torchrun would kill the ranks too early."""
-        phase, now = phases.current(), time.time()
-        lasting, patience = now - phase.since, float(os.environ.get(SHUTDOWN_SECONDS, _SHUTDOWN_DEFAULT))
-        longest = max(self.longest, lasting)
-        words = f"\n{self.signal}: the run stops after {phase.name}"
-        if longest + _FOR_THE_END > patience:
-            enough = (int(2 * longest + 60) // 60 + 1) * 60  # whole minutes
-            words += (
-                f", which has been under way for {lasting:.0f} s; a step can take {longest:.0f} s, and torchrun kills "
-                f"ranks {patience:.0f} s after a signal: export {SHUTDOWN_SECONDS}={enough} before the next start"
+    def _listen(self, reader: int, numbers: Collection[signal.Signals]) -> None:
+        """Take note of the first of these signals; ends with the block."""
+        while (number := os.read(reader, 1)[0]) != _END_OF_THREAD:
+            # Others, with handlers of other code, come through the pipe too.
+            if number in numbers and self.signal is None:
+                self._take_note(signal.Signals(number))
+
+    def _take_note(self, number: signal.Signals) -> None:
+        """Set the request, say so, and without a launcher see to it that this process leaves in time."""
+        self.signal = (signal_of_launcher() or number.name) if number == SAVE_AND_END else number.name
+        within = ""
+        if MESSAGES not in os.environ:
+            patience = max(0.0, float(os.environ.get(SHUTDOWN_SECONDS, _SHUTDOWN_DEFAULT)) - _EARLIER)
+            self._leave = threading.Timer(patience, self._leave_in_time, [patience])
+            self._leave.daemon = True
+            self._leave.start()
+            within = f", if that ends within {patience:.0f} s"
+        if os.environ.get("RANK") == "0":
+            _write(f"\n{self.signal}: the run stops after {phases.current()}{within}\n")
+
+    def _leave_in_time(self, patience: float) -> None:
+        """End this process before torchrun kills it; say so if that costs steps."""
+        if self.is_saved:
+            os._exit(0)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _write(
+                f"error: {phases.current()} did not end within {patience:.0f} s of {self.signal}: steps since the "
+                f"last checkpoint are lost; export {SHUTDOWN_SECONDS}=600 before the next start\n"
             )
-        return f"{words}\n"
+        os._exit(_FAILURE)
 
 
 @contextmanager
-def first_signal() -> Iterator[None]:
-    """End the ranks at the first signal inside this block; ignore later signals.
+def signals_to_ranks() -> Iterator[None]:
+    """Pass the first signal that ends a run on to the ranks inside the block; for the launcher's main thread.
 
-    A signal that is already ignored, as under ``nohup``, stays ignored.
+    Later ones have no effect. A signal that is already ignored, as under ``nohup``, stays ignored.
 
     Raises:
-        SignalException: a signal came.
+        SignalException: a signal came while there were no ranks.
     """
+    import psutil  # type: ignore[import-untyped]
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    def end(number: int, _: object) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
+    has_come = False
+
+    def tell_ranks(number: int, _: object) -> None:
+        nonlocal has_come
+        if has_come:
+            return
+        has_come = True
+        name = signal.Signals(number).name
+        # First for ranks that are started from now on, which end at once.
+        tell(stop=name)
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(SAVE_AND_END)
+        if not ranks:
+            raise SignalException(f"{name} came", sigval=signal.Signals(number))
 
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     try:
         for number in before:
-            signal.signal(number, end)
+            signal.signal(number, tell_ranks)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def leaves_by_sigterm() -> bool:
-    """Whether SIGTERM has come since the run failed; from now on SIGTERM ends this process."""
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return isinstance(handler, StopRequest) and handler.signal == "SIGTERM"
+def _write(words: str) -> None:
+    """Write to standard error, not through ``sys.stderr``, whose lock another thread may hold."""
+    with suppress(OSError):  # the reader may be gone
+        os.write(_STDERR, words.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -25,19 +26,29 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import ATTEMPT, GUARD, end_forks_with_this_process, tell_ending, tell_start
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.ending import (
+    ATTEMPT,
+    GUARD,
+    end_forks_with_this_process,
+    end_with_parent,
+    signal_of_launcher,
+    tell,
+    tell_ending,
+    tell_start,
+)
+from megatron_rc.launch.errors import ConfigurationError, RunError, one_line
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.heartbeats import Heartbeats, Missed
+from megatron_rc.launch.lost_ranks import LostRanks
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.standard_error import VisibleFormatter, outlast_reader, say_error
-from megatron_rc.launch.stopping import leaves_by_sigterm
 from megatron_rc.launch.tasks import Task
 
-USAGE_ERROR, FAILURE = 2, 1
+USAGE_ERROR = 2
+FAILURE = 1
 # Work on the ranks; True if nothing is lost: all steps are made, or a checkpoint holds the steps made.
 Run = Callable[[RunConfig, Task], bool]
-WAIT_SECONDS = 60
+# Seconds in which torchrun ends a rank whose error the first rank of its machine has said.
+WAIT_SECONDS = 5
 
 
 def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
@@ -45,12 +56,56 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
     Ends the process with 2 for flags that cannot work, 1 for a failed run, 3 for one that a guard ended.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" not in os.environ:
+        say_error("start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`")
+        sys.exit(USAGE_ERROR)
+    # A launcher that is killed leaves no rank behind.
+    end_with_parent(os.getppid())
+    if signal_of_launcher() is not None:
+        sys.exit(0)
+    rank = int(os.environ["RANK"])
     lines = logging.StreamHandler()
     lines.setFormatter(VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[lines])
     tell_start()
-    config, task = _configure(sys.argv[1:] if argv is None else argv)
+    try:
+        _recorded(_main)(sys.argv[1:] if argv is None else argv, run)
+        code = 0
+    except RunError as error:
+        code = say_end(str(error), error.code)
+    except ValueError as error:
+        code = say_end(str(error), FAILURE)
+    except Exception as error:
+        tell(error=f"rank {rank}: {type(error).__name__}: {one_line(error)}", code=FAILURE)
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = FAILURE
+    # Python's own end would wait for threads in compiled code, as of an engine whose work was given up.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _recorded(work: Callable[[Sequence[str], Run | None], None]) -> Callable[[Sequence[str], Run | None], None]:
+    """The work, with an error that leaves it in torchrun's table of failures."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class ErrorFile(ErrorHandler):
+        """torchrun's file of an error; a folder that is full or gone must not hide the error."""
+
+        def record_exception(self, e: BaseException) -> None:
+            with contextlib.suppress(OSError):
+                super().record_exception(e)
+
+    return record(work, ErrorFile())
+
+
+def _main(words: Sequence[str], run: Run | None) -> None:
+    """Do the work of this rank."""
+    try:
+        config, task = configure(words, int(os.environ["WORLD_SIZE"]))
+    except ConfigurationError as error:
+        raise RunError(str(error), USAGE_ERROR) from error
     ignore_megatron_warnings()
     with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
         # Megatron-Core imports Weights & Biases for half a second and does not use it here.
@@ -58,43 +113,32 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
             from megatron_rc.launch.training.loop import train
 
         _collect_garbage_again()
-        _say_restart(rank)
+        _say_restart()
         end_forks_with_this_process()
         _run_on_rank(run or train, config, task)
 
 
-def _configure(words: Sequence[str]) -> tuple[RunConfig, Task]:
-    """Make the settings; flags that cannot work end this process."""
-    try:
-        if "RANK" not in os.environ:
-            raise ConfigurationError(
-                "start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`"
-            )
-        return configure(words, int(os.environ["WORLD_SIZE"]))
-    except ConfigurationError as error:
-        end_together(str(error), USAGE_ERROR)
-
-
 def _run_on_rank(run: Run, config: RunConfig, task: Task) -> None:
-    """Run on this rank of the group of all ranks, and tell the launcher how it ends."""
-    from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
+    """Run on this rank of the group of all ranks, and tell the launcher when its work is done."""
+    from torch.distributed import DistError
 
-    heartbeats = Heartbeats(60 * config.launch.distributed_timeout_minutes, _end_at_once)
+    from megatron_rc.launch.distributed import initialize, shut_down
+
+    lost_ranks = LostRanks(60 * config.launch.distributed_timeout_minutes, _end_at_once)
     try:
-        initialize(config, heartbeats)
+        initialize(config, lost_ranks)
         tell_ending(kept=_outcome_of(run, config, task))
-        heartbeats.close()
+        lost_ranks.close()
         shut_down()
-    except (AgreedError, ValueError) as error:
-        heartbeats.close()
-        end_together(str(error), getattr(error, "code", FAILURE))
-    except Exception as error:
-        missed = heartbeats.who_is_missed(error)
-        if missed is not None:
-            end_together(missed.words, FAILURE, missed.rank, missed.last_seen)
-        heartbeats.close(failed=True)
-        tell_ending(error=f"rank {heartbeats.rank}: {type(error).__name__}: {error}", code=FAILURE)
+    except (DistError, RuntimeError) as error:
+        # Gloo raises a plain RuntimeError.
+        is_of_collective = isinstance(error, DistError) or type(error) is RuntimeError
+        sentence = lost_ranks.cut_off() if is_of_collective else None
+        if sentence is not None:
+            _end_at_once(sentence, is_cut_off=True)
         raise
+    finally:
+        lost_ranks.close()
 
 
 @contextlib.contextmanager
@@ -168,36 +212,33 @@ def _outcome_of(run: Run, config: RunConfig, task: Task) -> bool:
         raise RuntimeError(f"sys.exit({error.code!r}) was called within the run: raise an error instead") from error
 
 
-def _say_restart(rank: int) -> None:
+def _say_restart() -> None:
     attempt = int(os.environ.get(ATTEMPT, "0"))
-    if rank == 0 and attempt:
+    if os.environ["RANK"] == "0" and attempt:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", attempt)
         sys.stderr.write(f"a rank failed: all are started again (restart {attempt} of {most})\n")
 
 
-def end_together(message: str, code: int, lost: int | None = None, lost_in: str = "") -> NoReturn:
-    """End this rank with an error that all ranks have, or all except the one that is lost.
+def say_end(message: str, code: int) -> int:
+    """Say why the run ends; return the exit code of this rank for a run that is to end with ``code``.
 
-    The first rank of each machine says the error and ends; the others wait until torchrun ends them, so that the
-    message is not lost. A rank that torchrun leaves alone was the only one with the error, and says it after the wait.
-    Nobody waits for a lost rank. Under the launcher no rank says the error: the launcher does.
+    Under the launcher the launcher says it. Otherwise the rank does; because most errors are alike on all ranks, the
+    first rank of each machine says it at once, and the others after a wait in which torchrun ends them.
     """
-    is_told = tell_ending(error=message, code=code, lost=lost, lost_in=lost_in)
-    if is_told and code == GUARD:
+    is_told = tell(error=message, code=code)
+    if is_told:
         # With another code torchrun would start the ranks again; the launcher gives the code.
-        sys.exit(0)
-    is_first = lost is not None or os.environ.get("LOCAL_RANK", "0") == "0"
-    if not (is_first or leaves_by_sigterm()):
+        return 0 if code == GUARD else code
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(WAIT_SECONDS)
-    if not is_told and (is_first or code != USAGE_ERROR):
+    say_error(message)
+    return code
+
+
+def _end_at_once(message: str, is_cut_off: bool) -> NoReturn:
+    """End this process with a sentence, from any thread, while the main thread waits for other ranks."""
+    if not tell(error=message, code=FAILURE, is_cut_off=is_cut_off):
         say_error(message)
-    sys.exit(code)
-
-
-def _end_at_once(missed: Missed) -> NoReturn:
-    """End this process from a thread, while the main thread waits for a missing rank."""
-    if not tell_ending(error=missed.words, code=FAILURE, lost=missed.rank, lost_in=missed.last_seen):
-        say_error(missed.words)
     os._exit(FAILURE)
 
 

@@ -111,11 +111,6 @@ def _filled(record: Any, reduction: str, values: Mapping[str, Iterator[Any]]) ->
     return record_type(*filled_fields)
 
 
-def map_record(record: R, function: Callable[[Tensor], Any]) -> R:
-    """Return the record with ``function(tensor)`` instead of each tensor."""
-    return rebuild(record, flatten(record).map(function))
-
-
 def concatenated(records: Sequence[R]) -> R:
     """Return the records of consecutive sequences, whose tensors are [n], as one."""
     if len(records) == 1:

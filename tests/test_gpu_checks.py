@@ -1,7 +1,6 @@
 """The commands for machines with a GPU, as far as a machine without one can tell."""
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -14,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import __main__ as program
-from tests.gpu import environment, machine, wheels
-from tests.support.errors import largest_error
+from tests.gpu import environment, machine
 from tests.support.paths import ROOT
 
 
@@ -118,20 +116,6 @@ def test_success_is_that_something_passed_and_nothing_failed_or_was_left(tmp_pat
     assert ended.value.code == (0 if results == "passed" else 1)
 
 
-def test_nan_anywhere_is_the_largest_error():
-    assert largest_error([1.0, 3.0, 2.0]) == 3.0
-    assert math.isnan(largest_error([1.0, math.nan, 2.0]))
-
-
-def test_the_list_of_wheels_names_each_package_once():
-    lines = wheels.requirements([])
-    names = [line.partition("==")[0] for line in lines]
-    assert len(set(names)) == len(names)
-    assert all(line.partition("==")[2] for line in lines)
-    assert not {"torch", "triton"} & set(names)
-    assert wheels.requirements(["megatron-core"]) == [line for line in lines if line.startswith("megatron-core==")]
-
-
 # The environment, which takes what is missing and leaves the rest as it is.
 
 
@@ -159,16 +143,3 @@ def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, capsys):
     stamp = (tmp_path / "made" / ".made").stat().st_mtime_ns
     assert environment.prepare(tmp_path / "made", wheels) == python
     assert (tmp_path / "made" / ".made").stat().st_mtime_ns == stamp
-
-
-def test_an_environment_that_wheels_do_not_complete(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(environment, "NEEDED", ("torch", "rc_absent_package"))
-    for said in (
-        f"WHEELS={tmp_path} holds no",
-        f"rc_absent_package, which are not here: put their wheels into {tmp_path}",
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            environment.prepare(tmp_path / "made", tmp_path)
-        assert stopped.value.code == environment.UNUSABLE
-        assert said in capsys.readouterr().err
-        wheel(tmp_path, "pytest", "0.1")

@@ -13,15 +13,15 @@ from tests.support.paths import LINKED, ROOT
 
 # A folder, or a module that stands by itself, imports from those before it alone.
 LIBRARY = (
-    *("numerics", "parallel", "records", "attribution", "advantages", "loss", "settings", "correction", "measures"),
-    *("batch", "training", "adaptors"),
+    *("drawing", "numerics", "parallel", "records", "attribution", "advantages", "loss", "settings", "correction"),
+    *("measures", "batch", "training", "adaptors"),
     *("public", "doctor", "replay"),
 )
 # What stands in one row does not know of each other.
 _LAUNCH = """
 errors checkpoint_folders ending resolved_file environment loopback own_folders phases set_aside standard_error
 transformers4
-python_specs heartbeats stopping
+python_specs lost_ranks stopping
 ranks
 run_config
 distributed
@@ -34,7 +34,7 @@ training
 train_ppo
 dry_run
 __main__
-check_engine command export report
+attribute check_engine command export report
 """
 LAUNCH = [row.split() for row in _LAUNCH.split("\n")[1:-1]]
 

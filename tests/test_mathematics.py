@@ -31,7 +31,7 @@ from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.training.schedule import masked_loss
 from tests.support import one_step
-from tests.support.enumerated import enumerated
+from tests.support.enumerated import divergences, enumerated, reached
 from tests.support.paths import ROOT
 
 SCORE = math.sqrt(2)  # no gradient of a softmax's log-probability by its logits is longer
@@ -641,29 +641,6 @@ KL = {
     "k3+": "forward",
     "abs+": "forward",
 }
-
-
-def reached(policy):
-    """Return the probability of reaching each prefix, [prefixes], from those of the next tokens, [prefixes, 3]."""
-    probabilities = [policy.new_ones(())]  # of the empty prefix
-    # The prefixes one token longer than prefix i are 3i + 1, 3i + 2 and 3i + 3.
-    for prefix in range(len(policy) // 3):
-        probabilities.extend(probabilities[prefix] * policy[prefix])
-    return torch.stack(probabilities)
-
-
-def divergences(toy, reference):
-    """Distances of the next token's distributions after each prefix, in the graph of the logits.
-
-    KL(π_θ ‖ π_ref), KL(π_ref ‖ π_θ) and Σ|π_θ - π_ref|.
-    """
-    log_policy = toy.logits.log_softmax(1)
-    log_ref = reference.logits.detach().log_softmax(1)
-    return {
-        "forward": (log_policy.exp() * (log_policy - log_ref)).sum(1),
-        "reverse": (log_ref.exp() * (log_ref - log_policy)).sum(1),
-        "distance": (log_policy.exp() - log_ref.exp()).abs().sum(1),
-    }
 
 
 def penalized(toy, reference, estimator):

@@ -18,7 +18,6 @@ import yaml
 
 import megatron_rc
 from megatron_rc.records.formats.jsonl import to_json_lines
-from tests.gpu import wheels
 from tests.replay.batches import scored_batch
 from tests.support.minimal_debian import PACKAGES, RELEASES
 from tests.support.paths import LINKED, ROOT, SOURCES, copy_checkout
@@ -239,20 +238,6 @@ def names_of(requirements):
     return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
 
 
-def test_the_wheels_for_a_gpu_without_an_index_have_all_that_the_launcher_needs(distribution):
-    """PyTorch is there."""
-    assert names_of(distribution(ROOT).extras_require["launch"]) <= names_of(wheels.requirements([]))
-
-
-def test_what_is_built_from_source_is_in_one_extra(distribution):
-    extras = distribution(ROOT).extras_require
-    assert [name for name in extras if "reasoning-gym" in names_of(extras[name])] == ["reasoning-gym"]
-    assert extras["reasoning-gym"] == ["reasoning-gym>=0.1.25"]
-    for_tests = {"datasets", "mbridge", "wandb"}
-    assert for_tests <= names_of(extras["test"])
-    assert not for_tests & names_of(extras["launch"])
-
-
 def installed_by(target):
     """Words of each pip command of a make target in a new environment."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
@@ -265,12 +250,8 @@ def installed_by(target):
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
-        ("run", [".[launch,test]"]),
         ("test", [".[launch,test]"]),
-        ("test-fast", [".[launch,test]"]),
         ("lint", [".[launch,test]", ".[dev]"]),
-        ("coverage", [".[launch,test]", ".[coverage]"]),
-        ("docs", [".[launch,test]", ".[docs]"]),
         ("test-long", [".[launch,test]", ".[reasoning-gym]"]),
     ],
 )

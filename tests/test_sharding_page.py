@@ -21,8 +21,8 @@ def collectives_of_the_page(column):
 
 @pytest.mark.parametrize(("column", "name"), [(1, "token IS"), (2, "bypass, token IS")])
 def test_the_page_has_the_collectives_that_were_counted(column, name):
-    """tests/correction/test_scaling.py holds docs/scaling.md against the traces."""
-    formulas = scaling.read_formulas((ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"))
+    """tests/correction/test_scaling.py holds benchmarks/SCALING.md against the traces."""
+    formulas = scaling.read_formulas((ROOT / "benchmarks" / "SCALING.md").read_text(encoding="utf-8"))
     assert collectives_of_the_page(column) == formulas[name]
 
 

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +12,13 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import __main__ as command
-from benchmarks.study import document, engine, pictures, queue, results, settings
-from benchmarks.study.task import CountOn, CountUp
+from benchmarks.study import document, engine, queue, results, settings
+from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
-from megatron_rc.records.rollout import SamplingParams
 from tests.support.paths import ROOT
 
 RUNS = list(settings.runs_of(settings.BLOCKS.values()))
@@ -47,8 +44,8 @@ def test_every_run_can_start(monkeypatch, tmp_path):
     monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
     monkeypatch.chdir(ROOT)
     found = set()
-    for run in RUNS:  # each correction of a setting, and each mismatch with one of them
-        kinds = {run.mismatch.name, (run.setting.name, run.correction.name)}
+    for run in RUNS:  # one of each mismatch and of each setting
+        kinds = {run.mismatch.name, run.setting.name}
         if kinds <= found:
             continue
         found |= kinds
@@ -101,17 +98,6 @@ def test_a_rounded_engine_holds_rounded_linear_layers_and_the_exact_rest(made):
     assert found.version == 4
 
 
-def test_the_temperature_grows_with_the_version_and_its_log_probs_are_those_of_what_was_sampled(made):
-    found, exact = made(warming=0.01)
-    found.load_weights(weights_of(exact), 70)
-    exact.load_weights(weights_of(found.exact), 70)
-    prompts, seed = [[3, 4], [5, 6]], 9
-    warmer = SamplingParams(temperature=1.01**70)
-    assert found.sample(prompts, SamplingParams(), 8, seed) == exact.sample(prompts, warmer, 8, seed)
-    greedy = SamplingParams(top_k=1)
-    assert found.sample(prompts, greedy, 8, seed) == exact.sample(prompts, greedy, 8, seed)
-
-
 @torch.inference_mode()
 def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     found, exact = made()
@@ -133,25 +119,6 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     rows = [json.loads(line) for line in found._file.read_text().splitlines()]
     assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5)}]
     assert total > 0.5
-
-
-def test_the_long_task_rewards_each_digit_that_follows_and_its_policy_is_sampled(made):
-    task = CountOn(seed=1)
-    (problem,) = task.problems(7, 1, held_out=True)
-    assert (problem.prompt, task.max_response_length) == ("07", 128)
-
-    def earned(response):
-        return 128 * task.reward(prompt="07", response=response, label=None, record={})
-
-    assert [earned(text) for text in ("", "8", "89", "890", "80", "81", "812")] == [0, 1, 2, 3, 1, 1, 2]
-    assert earned(("8901234567" * 13)[:128]) == 128
-    found, exact = made(task_name=CountOn.NAME)
-    for version in (0, 2, 10):
-        found.load_weights(weights_of(exact), version)
-    rows = [json.loads(line) for line in found._file.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 10], "every tenth step, because sampling takes time"
-    assert all(0 < row["reward"] < 0.5 for row in rows)
-    assert yaml.safe_load((ROOT / "configs" / "study" / "count_on.yaml").read_text())["task"] == CountOn.NAME
 
 
 # The queue.
@@ -187,24 +154,6 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
         assert row.keys() >= {*results._NAMES.values()}
     with pytest.raises(queue.StudyError, match="has count_up-none-uncorrected-1 with other flags"):
         queue.run_all(MAIN[:1], data, tmp_path, 1, said.append)
-
-
-def test_an_error_of_the_training_is_a_result_and_every_other_ends_the_study(tmp_path, monkeypatch):
-    """And what is under way with it."""
-    data, started = tmp_path / "data.json", []
-    ends = [f"exit {settings.GAVE_UP}", "sleep 60", "exit 2"]
-
-    def start(run, folder, own):
-        finished_run(folder, run)
-        (folder / run.name / queue.LOG).write_text("step 1\nerror: all is lost\n\n")
-        started.append(subprocess.Popen(["sh", "-c", ends[len(started)]]))
-        return started[-1]
-
-    monkeypatch.setattr(queue, "_start", start)
-    with pytest.raises(queue.StudyError, match=r"ended with code 2 \(error: all is lost\): see .*log.txt, then start"):
-        queue.run_all(RUNS[:3], data, tmp_path, 2, lambda line: None)
-    assert [process.poll() for process in started] == [settings.GAVE_UP, -15, 2]
-    assert [(one.key, one.error) for one in results.read(data)] == [(RUNS[0].key, "error: all is lost")]
 
 
 # The measurements.
@@ -252,53 +201,7 @@ def test_measuring(tmp_path):
     assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
 
 
-def test_a_part_of_a_block_has_its_table_and_figures(tmp_path):
-    runs = [*MAIN, *settings.LONG_RESPONSES.runs[:6]]
-    for run in runs:
-        finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20))
-    outcomes = [measured(run, tmp_path) for run in runs]
-    long = document.table(outcomes, settings.LONG_RESPONSES).splitlines()
-    assert long[-1].startswith("6 of 18 runs, ")
-    assert long[-1].endswith("`rounding_long-geo_rs_grown` 2, 3.")
-    assert all(line.split(" | ")[5] == "" for line in long[3:8]), "nothing is compared before all seeds are there"
-    for draw in (pictures.draw_rewards, pictures.draw_measures):
-        draw(outcomes, tmp_path / f"{draw.__name__}.png")
-        assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 10_000
-
-
 # The harder task.
-
-
-def test_runs_of_another_engine_are_measured_by_their_evaluations(tmp_path, monkeypatch):
-    """`make study-hard` as it runs, but for the runs themselves."""
-    model, page, started = tmp_path / "config.json", tmp_path / "study.md", []
-    model.touch()
-    begins = [document.begin_of(block) for block in (*settings.BLOCKS.values(), settings.HARD)]
-    page.write_text("".join(f"{begin}\nyesterday\n{document.END}\n" for begin in begins))
-
-    def start(run, folder, own):
-        started.append((run.name, own))
-        finished_run(folder, run)
-        (folder / run.name / settings.POLICY_FILE).unlink()
-        (folder / run.name / queue.LOG).touch()
-        return subprocess.Popen(["true"])
-
-    monkeypatch.setattr(queue, "_start", start)
-    for name, file in (("DOCS", ""), ("DATA", "study.json"), ("HARD_DATA", "study_hard.json")):
-        monkeypatch.setattr(command, name, tmp_path / file)
-    monkeypatch.setattr(command, "draw_all", lambda outcomes, folder: None)
-    command.main(["--hard", str(tmp_path), "--runs", str(tmp_path / "runs")])
-    names = [f"smollm2-old-{how}-1" for how in ("uncorrected", "token_tis", "bypass")]
-    assert started == [(name, (f"--load-hf={tmp_path}",)) for name in names]
-    found = results.read(tmp_path / "study_hard.json")
-    assert [one.policy for one in found] == [[(0, 0.0)]] * 3
-    text = page.read_text()
-    assert f"{begins[-1]}\n\n{document.table(found, settings.HARD)}\n{document.END}\n" in text
-    assert "| token TIS | 0.0% | 0.562 | 0.750 | 2.00 | " in text
-    assert "yesterday" not in text
-    page.write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"study\.md .* <!-- the table of main"):
-        document.put_table(found, page, settings.MAIN)
 
 
 # The committed files.
@@ -416,7 +319,7 @@ def of_2026():
     for section, hows in {
         "Published in 2026": "prefix turn seq_tis",
         "Trust regions inside the loss": "bypass_sapo bypass_dppo_tv bypass_dppo_kl bypass_cppo bypass_gmpo",
-        "Corrections of 2026: the evidence": """min_prefix min_prefix_pg kpop prefix turn ess_rate seq_mask_tis
+        "Corrections of 2026": """min_prefix min_prefix_pg kpop prefix turn ess_rate seq_mask_tis
             uncorrected""",
     }.items():
         for how in hows.split():
@@ -453,6 +356,5 @@ def test_other_pages_have_the_mean_rewards():
     for how in ("geo_rs_grown", "uncorrected", "geo_rs_published", "seq_tis"):
         assert f"at {mean_of('rounding_long', how, 'count_on'):.2f}" in page
     kinds = [(kind, how) for kind in ("staleness", "rounding") for how in ("uncorrected", "token_tis")]
-    kinds += [("none", "uncorrected"), ("temperature", "seq_tis"), ("temperature", "seq_tis_weighted")]
     shown = "(?s)" + ".*".join(re.escape(f"{mean_of(*kind):.2f}") for kind in kinds)
     assert re.search(shown, (ROOT / "README.md").read_text(encoding="utf-8"))

@@ -31,13 +31,14 @@ def main(words: Sequence[str]) -> None:
         sys.exit(USAGE_ERROR)
     ignore_megatron_warnings()
     with cpu_backend():
-        from megatron_rc.launch.distributed import AgreedError, alone
+        from megatron_rc.launch.distributed import alone
+        from megatron_rc.launch.errors import RunError
         from megatron_rc.launch.training.loop import train
 
         try:
             with alone(config):
                 is_whole = train(config, task)
-        except AgreedError as error:
+        except RunError as error:
             sys.stderr.write(f"error: {error}\n")
             sys.exit(GAVE_UP)
     if not is_whole:

@@ -18,6 +18,7 @@ from megatron_rc.parallel.softmax import EAGER_ELEMENTS, LEAST_ROWS
 
 _FLOAT32 = 4
 _INDEX = 8  # bytes of an int64
+_BOOL = 1  # byte of a bool
 # Bytes of the states of PyTorch's two generators, which each recomputed unit keeps. With a GPU they are in host memory.
 _GENERATOR_STATES = 2 * 5056
 
@@ -283,13 +284,16 @@ class ActivationSizes:
         return Unit(kept=kept + modules + shared, backward=backward, forward=forward)
 
     def _routing(self) -> int:
-        """Bytes of the router's choice: scores, chosen experts and weights, and maps of tokens to experts."""
+        """Bytes that the router keeps: scores, chosen experts with their weights, and maps of tokens to experts."""
         experts = self.config.experts
         assert experts is not None
-        scores = 2 if experts.moe_router_score_function == "sigmoid" else 1
-        of_expert = (1 + scores) * _FLOAT32 + 2
-        of_choice = 2 * _INDEX + 2 * _FLOAT32
-        return self.split_tokens * (experts.num_moe_experts * of_expert + experts.moe_router_topk * of_choice)
+        # For each token and expert: float32 numbers, of which a sigmoid needs one more, and an entry of two bool maps.
+        num_floats = 3 if experts.moe_router_score_function == "sigmoid" else 2
+        bytes_of_expert = num_floats * _FLOAT32 + 2 * _BOOL
+        # For each token and chosen expert: indices and weights.
+        bytes_of_choice = 2 * _INDEX + 2 * _FLOAT32
+        bytes_of_token = experts.num_moe_experts * bytes_of_expert + experts.moe_router_topk * bytes_of_choice
+        return self.split_tokens * bytes_of_token
 
     def _input(self, is_first: bool) -> Unit:
         """The embedding, or what the stage before sent."""

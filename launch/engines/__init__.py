@@ -8,10 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.records.rollout import SamplingParams
 
 
-class EngineError(RuntimeError):
+class EngineError(RunError):
     """An engine failed, or gave an answer that must not be trained on; the message names a remedy."""
 
 

@@ -67,7 +67,9 @@ class HttpClient:
     def __init__(
         self, url: str, timeout: float = 600.0, retries: Retries | None = None, api_key: str | None = None
     ) -> None:
-        self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries or Retries()
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.retries = retries or Retries()
         self.absences = 0
         self._key = api_key
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -134,7 +136,7 @@ class HttpClient:
         results: dict[int, Result] = {}
         errors: list[Exception] = []
 
-        async def one(index: int, connections: httpx2.AsyncClient, group: TaskGroup) -> None:
+        async def send_one(index: int, connections: httpx2.AsyncClient, group: TaskGroup) -> None:
             async with slot():
                 try:
                     results[index] = read(index, await self._insist(connections, requests[index]))
@@ -142,12 +144,12 @@ class HttpClient:
                     errors.append(error)
                     group.cancel_scope.cancel()
 
-        async def together() -> None:
+        async def send_all() -> None:
             async with self._connections(number) as connections, anyio.create_task_group() as group:
                 for index in range(len(requests)):
-                    group.start_soon(one, index, connections, group)
+                    group.start_soon(send_one, index, connections, group)
 
-        anyio.run(together)
+        anyio.run(send_all)
         if errors:
             raise errors[0]
         return [results[index] for index in range(len(requests))]

@@ -24,6 +24,7 @@ from megatron_rc.launch.weights.families import family_of
 if TYPE_CHECKING:
     from megatron_rc.launch.engines.http_client import HttpClient
     from megatron_rc.launch.engines.model_directory import ModelDirectory
+    from megatron_rc.launch.engines.server_client import ServerClient
     from megatron_rc.launch.engines.weight_sender import WeightSender
 
 _PREFIX = "rollout-weights-"
@@ -88,12 +89,14 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.vllm_engine import DTYPES, VllmEngine
 
     engine = inputs.config.engine
-    dtype, rounded = engine.rollout_dtype, None
+    dtype = engine.rollout_dtype
+    rounded_to = None
     if dtype not in DTYPES:
         # vLLM would round other layers, and differently at each start; so the files hold rounded weights.
-        dtype, rounded = "fp32" if inputs.config.launch.on_cpu else "bf16", dtype
+        rounded_to = dtype
+        dtype = "fp32" if inputs.config.launch.on_cpu else "bf16"
     return VllmEngine(
-        _directory(inputs, rounded),
+        _directory(inputs, rounded_to),
         dtype,
         inputs.text.ends,
         inputs.config.training.seq_length,
@@ -108,19 +111,71 @@ def _vllm(inputs: EngineInputs) -> RolloutEngine:
 
 
 def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
-    from megatron_rc.launch.engines.streamed import VllmStreamedEngine
-    from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+    from megatron_rc.launch.engines.vllm_client import VllmClient
 
     engine = inputs.config.engine
-    settings = _server_arguments(inputs) | {
-        "model": engine.rollout_model,
-        "partial_rollouts": engine.rl_partial_rollouts,
-        "max_versions": engine.rollout_max_versions,
-    }
-    if engine.rollout_weight_transfer == "files":
-        return VllmServerEngine(**settings)
-    once = _client(inputs.config, inputs.replica, 1)
-    return VllmStreamedEngine(**settings, once=once, dtype=inputs.config.dtype)
+    once = None
+    if engine.rollout_weight_transfer != "files":
+        once = _http_client(inputs.config, inputs.replica, attempts=1)
+    client = VllmClient(
+        _http_client(inputs.config, inputs.replica, engine.rollout_attempts),
+        experts_shape=_experts_shape(inputs.config),
+        reports_support=inputs.config.rollouts.replays_sampling,
+        model=engine.rollout_model,
+        needs_versions=engine.rl_partial_rollouts,
+        max_versions=engine.rollout_max_versions,
+        once=once,
+    )
+    return _server_engine(inputs, client)
+
+
+def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
+    from megatron_rc.launch.engines.sglang_client import SglangClient
+
+    engine = inputs.config.engine
+    client = SglangClient(
+        _http_client(inputs.config, inputs.replica, engine.rollout_attempts),
+        experts_shape=_experts_shape(inputs.config),
+        reports_support=inputs.config.rollouts.replays_sampling,
+        takes_streams=engine.rollout_weight_transfer != "files",
+    )
+    return _server_engine(inputs, client)
+
+
+def _server_engine(inputs: EngineInputs, client: ServerClient) -> RolloutEngine:
+    """The engine of a server, with the publisher that ``--rollout-weight-transfer`` names."""
+    from megatron_rc.launch.engines.publishers import FilePublisher, Publisher, StreamPublisher
+    from megatron_rc.launch.engines.server import ServerEngine
+
+    engine = inputs.config.engine
+    directory = _directory(inputs)
+    publisher: Publisher = FilePublisher(directory)
+    if engine.rollout_weight_transfer != "files":
+        publisher = StreamPublisher(directory, inputs.config.dtype)
+    return ServerEngine(
+        client,
+        publisher,
+        inputs.text.ends,
+        concurrency=engine.rollout_concurrency,
+        start_timeout=engine.rollout_timeout,
+        partial_rollouts=engine.rl_partial_rollouts,
+        max_versions=engine.rollout_max_versions,
+    )
+
+
+def _experts_shape(config: RunConfig) -> tuple[int, int] | None:
+    """(layers, top_k) of the model, if samples must have the experts of their tokens."""
+    if config.experts is None or not config.replays_rollouts:
+        return None
+    return config.transformer.num_layers, config.experts.moe_router_topk
+
+
+def _http_client(config: RunConfig, replica: int, attempts: int) -> HttpClient:
+    """Client of a replica's server."""
+    from megatron_rc.launch.engines.http_client import HttpClient
+
+    url = str(config.engine.rollout_url).split(",")[replica]
+    return HttpClient(url, config.engine.rollout_timeout, Retries(attempts), api_key=os.environ.get(API_KEY))
 
 
 def make_sender(config: RunConfig, replica: int, number: int) -> WeightSender:
@@ -128,7 +183,7 @@ def make_sender(config: RunConfig, replica: int, number: int) -> WeightSender:
     from megatron_rc.launch.engines.weight_sender import MemorySender, SglangSender, VllmSender
 
     engine = config.engine
-    client = _client(config, replica, 1)  # a part of an update must not be repeated
+    client = _http_client(config, replica, attempts=1)  # a part of an update must not be repeated
     if engine.rollout_weight_transfer == "ipc":
         return MemorySender(client, number)
     kind = VllmSender if engine.rollout_engine == "vllm-server" else SglangSender
@@ -141,37 +196,6 @@ def served_model(config: RunConfig, text: Text, replica: int) -> ModelDirectory:
 
     model = family_of(config).hugging_face_config(config)
     return ModelDirectory(_place(config, replica), model, text.ends.eos_token_id)
-
-
-def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
-    from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-    from megatron_rc.launch.engines.streamed import SglangStreamedEngine
-
-    if inputs.config.engine.rollout_weight_transfer == "files":
-        return SglangServerEngine(**_server_arguments(inputs))
-    return SglangStreamedEngine(**_server_arguments(inputs), dtype=inputs.config.dtype)
-
-
-def _server_arguments(inputs: EngineInputs) -> dict[str, Any]:
-    engine = inputs.config.engine
-    experts = inputs.config.experts if inputs.config.replays_rollouts else None
-    return {
-        "client": _client(inputs.config, inputs.replica, engine.rollout_attempts),
-        "directory": _directory(inputs),
-        "ends": inputs.text.ends,
-        "concurrency": engine.rollout_concurrency,
-        "start_timeout": engine.rollout_timeout,
-        "experts_shape": experts and (inputs.config.transformer.num_layers, experts.moe_router_topk),
-        "reports_support": inputs.config.rollouts.replays_sampling,
-    }
-
-
-def _client(config: RunConfig, replica: int, attempts: int) -> HttpClient:
-    """Client of a replica's server."""
-    from megatron_rc.launch.engines.http_client import HttpClient
-
-    url = str(config.engine.rollout_url).split(",")[replica]
-    return HttpClient(url, config.engine.rollout_timeout, Retries(attempts), api_key=os.environ.get(API_KEY))
 
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")

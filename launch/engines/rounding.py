@@ -19,7 +19,8 @@ class Rounding:
     """Rounds the weights of a ``transformers`` model to one of ``DTYPES``; the values of ``model`` are not used."""
 
     def __init__(self, model: torch.nn.Module, dtype: str) -> None:
-        self.dtype, self._transposed = dtype, _linear_weights(model)
+        self.dtype = dtype
+        self._transposed = _linear_weights(model)
         self._exact = set(kept_buffers(model))
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:

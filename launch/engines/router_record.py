@@ -14,7 +14,8 @@ class RouterRecord:
     """Record of all routers of a model, call by call; hooks stand in the model while it is open."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._routers = [one for one in model.modules() if type(one).__name__.lower().endswith("topkrouter")]
+        modules = model.modules()
+        self._routers = [module for module in modules if type(module).__name__.lower().endswith("topkrouter")]
         if not self._routers:
             raise ValueError(f"{type(model).__name__} has no router: it has no experts to report")
         self._chosen: list[Tensor] = []  # [tokens of the call, top_k], router after router, call after call
@@ -39,8 +40,10 @@ class RouterRecord:
         The first call read all prompts, padded on the left; each later call read the newest token of every row.
         ``prompts`` and ``responses`` are the numbers of tokens.
         """
-        number, longest = len(self._routers), max(prompts)
-        calls = [self._chosen[start : start + number] for start in range(0, len(self._chosen), number)]
+        num_routers = len(self._routers)
+        longest = max(prompts)
+        starts = range(0, len(self._chosen), num_routers)
+        calls = [self._chosen[start : start + num_routers] for start in starts]
         # [rows, tokens, layers, top_k] of each call.
         tables = [torch.stack(call, dim=1).unflatten(0, (len(prompts), -1)) for call in calls]
         whole = torch.cat(tables, dim=1)

@@ -1,10 +1,9 @@
-"""Base of the engines that are rollout servers: weights through a directory, samples through concurrent requests."""
+"""A rollout server as the engine: samples through concurrent requests, and weights by a publisher."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, Progress, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
-from megatron_rc.launch.engines.http_client import HttpClient, Slot
-from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.http_client import Slot
 from megatron_rc.launch.engines.open_addresses import warning_of_open_addresses
-from megatron_rc.launch.engines.requests import Request, RequestLimit
+from megatron_rc.launch.engines.publishers import Publisher
+from megatron_rc.launch.engines.requests import RequestLimit
+from megatron_rc.launch.engines.server_client import INCOMPLETE, ServerClient
 from megatron_rc.launch.engines.weight_versions import RestartedError, VersionRange
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
@@ -30,7 +30,8 @@ class OpenSamples:
     """Number of versions of weights that a response under way may have; ``sampling`` is entered on any thread."""
 
     def __init__(self) -> None:
-        self._updates = self._drained = 0
+        self._updates = 0
+        self._drained = 0  # number of updates until the last one that waited for all responses
         self._begun: list[int] = []  # number of updates before each response under way
 
     @contextmanager
@@ -56,74 +57,86 @@ class OpenSamples:
             self._drained = self._updates
 
 
-class ServerEngine(ABC):
-    """A :class:`RolloutEngine` behind HTTP.
+class ServerEngine:
+    """A :class:`RolloutEngine` behind HTTP: a client that knows the server's words, and a publisher of weights.
 
-    Weights are written to ``directory``, which belongs to this engine alone, and which the server reads under the same
-    path. The first write comes before the wait for the server, so that a user can start the server on the directory.
+    An update has the same steps for all: prepare, pause, publish, resume. After a failure the server stays paused and
+    the engine samples nothing until a later update succeeds, because the server may hold a mixture.
 
     Args:
         ends: what ends a response.
         concurrency: largest number of requests at a time, of all rollout batches together.
         start_timeout: seconds to wait for the server's first answer.
-        experts_shape: (layers, top_k) of the model, if samples must have the experts of their tokens.
-        reports_support: whether truncated samples must have the tokens that were kept.
-        partial_rollouts: whether :meth:`sample` may be under way, on another thread, during :meth:`load_weights`.
+        partial_rollouts: whether :meth:`sample` may be under way, on another thread, during an update: then responses
+            wait for the new weights, which read their tokens again.
+        max_versions: largest number of versions of weights within a response: an update that would exceed it waits for
+            the responses under way; None: no bound.
 
     Attributes:
+        version: version of the server's weights; -1: it has none of this trainer.
         restarts: number of times that the server lost its weights, or was away during an update of weights.
     """
 
     is_elsewhere = True
-    _keeps_version = True  # whether the server names the version of its weights, and forgets it at a restart
 
     def __init__(
         self,
-        client: HttpClient,
-        directory: ModelDirectory,
+        client: ServerClient,
+        publisher: Publisher,
         ends: ResponseEnds,
         concurrency: int = 64,
         start_timeout: float = 600.0,
         *,
-        experts_shape: tuple[int, int] | None = None,
-        reports_support: bool = False,
         partial_rollouts: bool = False,
+        max_versions: int | None = None,
     ) -> None:
-        self.client, self.directory, self.ends = client, directory, ends
-        self.concurrency, self.start_timeout = concurrency, start_timeout
-        self._of_rollouts = RequestLimit(concurrency)
-        self.experts_shape, self.reports_support = experts_shape, reports_support
-        self.partial_rollouts, self.open_samples = partial_rollouts, OpenSamples()
-        self.version, self.restarts, self._is_checked = -1, 0, False
+        self.client = client
+        self.publisher = publisher
+        self.ends = ends
+        self.concurrency = concurrency
+        self.start_timeout = start_timeout
+        self.partial_rollouts = partial_rollouts
+        self.max_versions = max_versions
+        self.open_samples = OpenSamples()
+        self.version = -1
+        self.restarts = 0
+        self._limit_of_rollouts = RequestLimit(concurrency)
+        self._is_checked = False
         self._given = -1  # version of the newest update, also of one that is under way
+        self._is_incomplete = False  # the trainer's ranks are sending weights
+        self._keeps_responses = False  # in the update under way
         self._updating = threading.Lock()  # held by an update: after a restart the sampling thread makes one too
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights, let the server read them, and clear its prefix cache.
-
-        After a failure, a ValueError of :meth:`ModelDirectory.write` or an EngineError, the engine samples nothing
-        until a later call succeeds, because the server may hold a mixture.
-        """
+        """Give the server weights from files; ValueError or EngineError if that fails."""
         with self._updating:
             try:
-                path = str(self.directory.write(weights))
+                self.publisher.prepare(weights)
                 self._wait_for_server()
-                self._given = version
-                self._update(path, version)
+                self._update(version)
             except BaseException:  # an interrupt too
                 self.version = -1
                 raise
-            self.version = version
 
-    def _wait_for_server(self) -> None:
-        """The first time, wait for the server and check it; warn if other machines may reach it."""
-        if not self._is_checked:
-            self.client.wait_until_ready("/health", self.start_timeout)
-            self._check_server()
-            warning = warning_of_open_addresses(self.client.url)
-            if warning is not None:
-                _log.warning(warning)
-            self._is_checked = True
+    def begin_update(self, version: int) -> None:
+        """Let the server expect weights of the trainer's ranks.
+
+        Raises EngineError if it is absent or unfit, or was started again: it would not know the senders.
+        """
+        self.publisher.prepare(())
+        self._wait_for_server()
+        if self.version >= 0:
+            try:
+                self._check_version(self.version)
+            except RestartedError as loss:
+                self._give_again(loss, self.restarts)
+        self._is_incomplete = True
+        self._begin(version)
+
+    def end_update(self) -> None:
+        """Let the server sample from the new weights; EngineError if it does not."""
+        self._end()
+        self._is_incomplete = False
 
     def sample(
         self,
@@ -142,10 +155,10 @@ class ServerEngine(ABC):
         version = self.version
         if version < 0:
             raise EngineError(f"{self.client.url} holds no weights of this trainer: call load_weights first")
+        has_long_answers = self.client.experts_shape is not None or self.client.reports_support
+        kilobytes = 16 if has_long_answers else 1
         asks = make_asks(prompts, params, max_new_tokens, seed, self.ends)
-        kilobytes = 16 if self.experts_shape or self.reports_support else 1
         asks = [replace(ask, kilobytes=kilobytes, version=version) for ask in asks]
-        self._check_params(asks)
         for _ in range(TRIES - 1):
             restarts = self.restarts
             try:
@@ -156,18 +169,21 @@ class ServerEngine(ABC):
 
     def _sample_once(self, asks: Sequence[Ask], version: int, progress: Progress | None) -> list[Sample]:
         """Responses to all requests, made when the server held ``version``; RestartedError if it lost its weights."""
-        absences = self.client.absences
-        limit = RequestLimit(self.concurrency) if progress is None else self._of_rollouts
+        absences = self.client.http.absences
+        limit = RequestLimit(self.concurrency) if progress is None else self._limit_of_rollouts
+        order = 0 if progress is None else progress.batch
         samples = {} if progress is None else progress.samples
         missing = [ask for ask in asks if ask.index not in samples]
 
         def read(place: int, answer: Any) -> None:
-            samples[missing[place].index] = self._read(missing[place], answer)
+            ask = missing[place]
+            samples[ask.index] = self.client.read(ask, answer, VersionRange(ask.version, self._given))
 
-        slot = self._slot(limit, 0 if progress is None else progress.batch)
-        self.client.read_all([self._request(ask) for ask in missing], read, self.concurrency, slot)
-        self._check_version(version)
-        if self.client.absences > absences and not self._keeps_version:
+        requests = [self.client.request(ask) for ask in missing]
+        self.client.http.read_all(requests, read, self.concurrency, self._slot(limit, order))
+        if not self.client.versions_in_answers:
+            self._check_version(version)
+        if self.client.http.absences > absences and not self.client.keeps_version:
             raise RestartedError(f"{self.client.url} was away, and may have lost the weights of step {version}")
         return [samples[ask.index] for ask in asks]
 
@@ -182,72 +198,64 @@ class ServerEngine(ABC):
 
         return slot
 
+    def _wait_for_server(self) -> None:
+        """The first time, wait for the server and check it; warn if other machines may reach it."""
+        if self._is_checked:
+            return
+        self.client.http.wait_until_ready("/health", self.start_timeout)
+        self.client.health()
+        warning = warning_of_open_addresses(self.client.url)
+        if warning is not None:
+            _log.warning(warning)
+        self._is_checked = True
+
+    def _check_version(self, asked: int) -> None:
+        """Check the version of a server that held ``asked`` some time ago; RestartedError if it has lost it."""
+        held = self.client.version()
+        if not (self._is_incomplete and held == INCOMPLETE):
+            VersionRange(asked, self._given).read(held, self.client.url)
+
+    def _update(self, version: int) -> None:
+        """Make a whole update; again from the beginning if the server was away meanwhile."""
+        for _ in range(TRIES):
+            absences = self.client.http.absences
+            self._begin(version)
+            self._end()
+            if self.client.http.absences == absences:
+                return
+            self.restarts += 1
+        raise EngineError(f"{self.client.url} went away in each of {TRIES} updates of its weights: see its log")
+
+    def _begin(self, version: int) -> None:
+        self._given = version
+        has_room = self.max_versions is None or self.open_samples.versions < self.max_versions
+        self._keeps_responses = self.partial_rollouts and has_room
+        self.client.pause(keeps_responses=self._keeps_responses)
+        self.publisher.begin(self.client, version, is_first=self.version < 0)
+
+    def _end(self) -> None:
+        self.publisher.end(self.client)
+        self.client.resume(self._given, keeps_responses=self._keeps_responses)
+        self.open_samples.updated(went_on=self._keeps_responses)
+        self.version = self._given
+
     def _give_again(self, loss: RestartedError, restarts: int) -> None:
         """Give a restarted server its weights, unless another thread has, since there were ``restarts``.
 
-        Raises ``loss`` if an update by the trainer has failed meanwhile.
+        Raises ``loss`` if an update by the trainer has failed meanwhile; EngineError if only the trainer's ranks have
+        the weights.
         """
+        if not self.publisher.can_repeat:
+            raise EngineError(
+                f"{loss}: start the run again (torchrun's --max-restarts does), or give --rollout-weight-transfer "
+                "files, from which a server that was started again gets its weights again"
+            ) from loss
         with self._updating:
             if self.version < 0:
                 raise loss
             if self.restarts > restarts:
                 return
             _log.warning("%s: it gets them again, and the missing responses are sampled again", loss)
-            self._check_server()
-            self._update(str(self.directory.path), self.version)
+            self.client.health()
+            self._update(self.version)
             self.restarts += 1
-
-    def wants_support(self, ask: Ask) -> bool:
-        """Whether a response must have its kept tokens; a greedy one, for an evaluation, need not."""
-        return self.reports_support and ask.params.is_truncated and ask.params.top_k != 1
-
-    def _update(self, path: str, version: int) -> None:
-        """Let the server read the weights; again from the beginning if the server was away meanwhile."""
-        for _ in range(TRIES):
-            absences = self.client.absences
-            self._swap(path, version)
-            if self.client.absences == absences:
-                return
-            self.restarts += 1
-        raise EngineError(f"{self.client.url} went away in each of {TRIES} updates of its weights: see its log")
-
-    def _held(self, asked: int) -> VersionRange:
-        """Versions that a server can hold that held ``asked`` when it got a request."""
-        return VersionRange(asked, self._given)
-
-    @abstractmethod
-    def _check_server(self) -> None:
-        """Check that this is the right kind of server, with the right settings."""
-
-    @abstractmethod
-    def _swap(self, path: str, version: int) -> None:
-        """Let the server read the weights at ``path`` and clear its prefix cache."""
-
-    @abstractmethod
-    def _check_params(self, asks: Sequence[Ask]) -> None:
-        """Refuse parameters for which the server's log-probs are not those of the sampled distribution."""
-
-    @abstractmethod
-    def _check_version(self, asked: int) -> None:
-        """After a batch, check the version of a server that held ``asked`` before the batch."""
-
-    @abstractmethod
-    def _request(self, ask: Ask) -> Request:
-        """HTTP request for one response."""
-
-    @abstractmethod
-    def _read(self, ask: Ask, answer: Any) -> Sample:
-        """Read and check the response in an answer."""
-
-    def _field(self, answer: Any, *keys: str | int) -> Any:
-        """``answer[keys[0]][keys[1]]...``; an absent key is an error."""
-        value = answer
-        for key in keys:
-            try:
-                value = value[key]
-            except (KeyError, IndexError, TypeError) as error:
-                path = ".".join(map(str, keys))
-                raise EngineError(
-                    f"{self.client.url} answered without {path}: is this the right server, in a supported version?"
-                ) from error
-        return value

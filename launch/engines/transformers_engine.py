@@ -60,7 +60,9 @@ class TransformersEngine:
         self.model = self.model.to(device).eval().requires_grad_(False)
         for buffer in kept_buffers(self.model).values():
             buffer.data = buffer.data.float()  # as in a model that is read from files
-        self.ends, self.pad, self.device = ends, pad_token_id, device
+        self.ends = ends
+        self.pad = pad_token_id
+        self.device = device
         self._end_tokens = torch.tensor(ends.token_ids, device=device)
         self.version = -1
         self._rounded = Rounding(self.model, dtype)
@@ -84,20 +86,24 @@ class TransformersEngine:
             return self._sample(prompts, params, max_new_tokens, seed)
         with self._record.open():
             samples = self._sample(prompts, params, max_new_tokens, seed)
-        experts = self._record.of_responses(
-            [len(prompt) for prompt in prompts], [len(sample.token_ids) for sample in samples]
-        )
-        return [replace(sample, routed_experts=own) for sample, own in zip(samples, experts, strict=True)]
+        prompt_lengths = [len(prompt) for prompt in prompts]
+        response_lengths = [len(sample.token_ids) for sample in samples]
+        experts = self._record.of_responses(prompt_lengths, response_lengths)
+        pairs = zip(samples, experts, strict=True)
+        return [replace(sample, routed_experts=of_response) for sample, of_response in pairs]
 
     def _sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
         generator = torch.Generator(self.device).manual_seed(seed)
-        read, places = self._read_once(prompts)
-        tokens, positions, attention = self._padded(read)
+        prompts_to_read, places = self._read_once(prompts)
+        tokens, positions, attention = self._padded(prompts_to_read)
         running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
         warpers = _warpers(params)
-        cache, chosen, log_probs, kept = None, [], [], []
+        cache = None
+        chosen: list[Tensor] = []  # [b] tokens of each step
+        log_probs: list[Tensor] = []  # [b] of each step
+        kept: list[list[Tensor]] = []  # of each step, for each response the ids of the tokens that were kept
         for _ in range(max_new_tokens):
             output = self.model(
                 input_ids=tokens,
@@ -107,10 +113,14 @@ class TransformersEngine:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache, logits = output.past_key_values, output.logits[:, -1]
+            cache = output.past_key_values
+            logits = output.logits[:, -1]
             if len(logits) < len(prompts):
+                # Each prompt was read once: give each of its responses a copy.
                 cache.batch_select_indices(places)
-                logits, positions, attention = logits[places], positions[places], attention[places]
+                logits = logits[places]
+                positions = positions[places]
+                attention = attention[places]
             distribution = torch.log_softmax(warpers(None, logits.float()), dim=-1)
             tokens, values = self._draw(distribution, generator)
             if self._reports_support and params.is_truncated:
@@ -125,14 +135,15 @@ class TransformersEngine:
         samples = self._samples(torch.stack(chosen, dim=1), torch.stack(log_probs, dim=1))
         if not kept:
             return samples
-        responses = zip(samples, zip(*kept, strict=True), strict=True)  # with the kept tokens of all steps
-        return [replace(one, support=_support(steps[: len(one.token_ids)])) for one, steps in responses]
+        kept_of_responses = zip(*kept, strict=True)
+        pairs = zip(samples, kept_of_responses, strict=True)
+        return [replace(sample, support=_support(steps[: len(sample.token_ids)])) for sample, steps in pairs]
 
     def _read_once(self, prompts: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], Tensor | None]:
         """(different prompts, position of each prompt among them); (all prompts, None) if they are not shared."""
         different = list(dict.fromkeys(map(tuple, prompts)))
-        tokens = len(different) * max(map(len, prompts))
-        if not self._shares_prompts or len(different) == len(prompts) or tokens < _LEAST_SHARED:
+        num_tokens = len(different) * max(map(len, prompts))
+        if not self._shares_prompts or len(different) == len(prompts) or num_tokens < _LEAST_SHARED:
             return prompts, None
         numbers = {prompt: number for number, prompt in enumerate(different)}
         return different, torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=self.device)
@@ -173,14 +184,14 @@ def _warpers(params: SamplingParams) -> Any:
     """The steps from logits [b, v] to the logits that are sampled from, minus infinity for tokens that are not kept."""
     from transformers import generation
 
-    return generation.LogitsProcessorList(
-        [
-            generation.TemperatureLogitsWarper(float(params.temperature)),
-            *([generation.TopKLogitsWarper(params.top_k)] if params.top_k else []),
-            *([generation.TopPLogitsWarper(float(params.top_p))] if params.top_p < 1 else []),
-            *([generation.MinPLogitsWarper(float(params.min_p))] if params.min_p else []),
-        ]
-    )
+    warpers = generation.LogitsProcessorList([generation.TemperatureLogitsWarper(float(params.temperature))])
+    if params.top_k:
+        warpers.append(generation.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(generation.TopPLogitsWarper(float(params.top_p)))
+    if params.min_p:
+        warpers.append(generation.MinPLogitsWarper(float(params.min_p)))
+    return warpers
 
 
 def _kept(distribution: Tensor) -> list[Tensor]:

@@ -34,15 +34,15 @@ def read_engine_args(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        arguments = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as problem:
         raise ValueError(f"it cannot be read ({' '.join(str(problem).split())})") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"expected lines of the form gpu_memory_utilization: 0.5, found {str(found)[:60]}")
-    share = found.get(SHARE, 1)
+    if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
+        raise ValueError(f"expected lines of the form gpu_memory_utilization: 0.5, found {str(arguments)[:60]}")
+    share = arguments.get(SHARE, 1)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ValueError(f"it has {SHARE}: {share}, expected a number above 0 and at most 1")
-    owned = [name for name in found if name in OWN]
-    if owned:
-        raise ValueError(f"it has {owned[0]}, but {OWN[owned[0]]}: drop it")
-    return found
+    for name in arguments:
+        if name in OWN:
+            raise ValueError(f"it has {name}, but {OWN[name]}: drop it")
+    return arguments

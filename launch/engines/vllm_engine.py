@@ -23,8 +23,14 @@ _log = logging.getLogger("megatron_rc")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Names and prefixes of torchrun's variables. With them vLLM's processes would join the trainer's job and wait for it.
 TORCHRUN = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("MASTER_", "TORCHELASTIC_"),
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "TORCHELASTIC_",
 )
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -64,10 +70,14 @@ class VllmEngine:
         sleeps: bool = False,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self.directory = directory
+        self.ends = ends
+        self.version = -1
         self._devices = _devices(processes) if torch.cuda.is_available() else None
-        self._sleeps, self._is_asleep, self._has_more = sleeps, False, bool(more)
-        self.directory, self.ends, self.version = directory, ends, -1
         self._takes_weights = takes_weights
+        self._sleeps = sleeps
+        self._is_asleep = False
+        self._has_more = bool(more)
         self._options = {
             "dtype": DTYPES[dtype],
             "max_model_len": max_model_len,
@@ -94,7 +104,8 @@ class VllmEngine:
         if not self._takes_weights:
             self.close()
         self.version = -1
-        path, is_clean = str(self.directory.write(weights)), True
+        path = str(self.directory.write(weights))
+        is_clean = True
         try:
             if self._llm is None:
                 self._llm = self._start(path)
@@ -120,7 +131,8 @@ class VllmEngine:
         if self.version < 0:
             raise EngineError("vLLM holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.ends)
-        inputs, vllm = [{"prompt_token_ids": ask.prompt} for ask in asks], importlib.import_module("vllm")
+        vllm = importlib.import_module("vllm")
+        inputs = [{"prompt_token_ids": ask.prompt} for ask in asks]
         sampling = [vllm.SamplingParams(**ask.sampling_of_vllm) for ask in asks]
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         return [_to_sample(ask, output) for ask, output in zip(asks, outputs, strict=True)]
@@ -129,13 +141,16 @@ class VllmEngine:
         """Give the GPU's memory back until the next :meth:`load_weights`, if the engine was made so."""
         if self._sleeps and self._llm is not None and not self._is_asleep:
             self._llm.sleep(level=2)  # without a copy of the weights, because the next ones replace them
-            self.version, self._is_asleep = -1, True
+            self.version = -1
+            self._is_asleep = True
 
     def close(self) -> None:
         """End vLLM's process and free its memory."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm, self.version, self._is_asleep = None, -1, False
+            self._llm = None
+            self.version = -1
+            self._is_asleep = False
 
     def _start(self, path: str) -> Any:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would inherit the trainer's threads
@@ -174,7 +189,8 @@ def without_torchrun(settings: Mapping[str, str]) -> Iterator[None]:
 
 def _devices(number: int) -> str:
     """CUDA_VISIBLE_DEVICES of vLLM's processes: this rank's GPU and the next ones; EngineError if it sees fewer."""
-    first, count = torch.cuda.current_device(), torch.cuda.device_count()
+    first = torch.cuda.current_device()
+    count = torch.cuda.device_count()
     if first + number > count:
         raise EngineError(
             f"--rollout-tensor-parallel-size {number} needs as many GPUs from GPU {first} on, this rank sees {count}: "
@@ -193,7 +209,7 @@ def _to_sample(ask: Ask, output: Any) -> Sample:
     token_ids = list(answer.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(token_ids, answer.logprobs or [], strict=True)]
     experts = getattr(answer, "routed_experts", None)
-    kept = getattr(answer, "sampling_mask", None)
+    kept_tokens = getattr(answer, "sampling_mask", None)
     return make_sample(
         ask,
         token_ids,
@@ -201,5 +217,5 @@ def _to_sample(ask: Ask, output: Any) -> Sample:
         answer.finish_reason,
         "vLLM",
         experts=None if experts is None else torch.from_numpy(experts.astype("int32")),
-        kept=None if kept is None else kept.token_ids,
+        kept=None if kept_tokens is None else kept_tokens.token_ids,
     )

@@ -63,12 +63,13 @@ class MemorySender:
     """
 
     def __init__(self, client: HttpClient, number: int) -> None:
-        self.client, self.number = client, number
+        self.client = client
+        self.number = number
 
     def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
         """Let the server's processes read a bucket, see :func:`buckets`; EngineError if the server does not take it."""
-        with shared(bucket) as place:
-            self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **place, **entries}})
+        with shared(bucket) as memory:
+            self.client.call("POST", "/update_weights", {"update_info": {"sender": self.number, **memory, **entries}})
 
     def close(self) -> None:
         """Do nothing: the memory of a bucket is given back when the server has answered."""
@@ -80,7 +81,9 @@ class GroupSender(ABC):
     _counts_receivers = True  # whether the server's processes say when they wait for a bucket
 
     def __init__(self, client: HttpClient, number: int, transport: str) -> None:
-        self.client, self.number, self.transport = client, number, transport
+        self.client = client
+        self.number = number
+        self.transport = transport
         self._group: StreamGroup | None = None
 
     def send(self, entries: dict[str, Any], bucket: Tensor) -> None:
@@ -92,7 +95,8 @@ class GroupSender(ABC):
             parts = urlsplit(self.client.url)
             address = address_towards(str(parts.hostname), parts.port or 80)
             self._group = self._meet(address, open_store(address, self.client.timeout))
-        group, answer = self._group, _in_background(self._announce, entries)
+        group = self._group
+        answer = _in_background(self._announce, entries)
         self._wait(lambda: not self._counts_receivers or group.is_awaited(), answer)
         work = group.send(bucket)
         self._wait(work.is_completed, answer)
@@ -157,7 +161,8 @@ class SglangSender(GroupSender):
     under the name of the group, twice, and the kind of device.
     """
 
-    _counts_receivers, _name = False, ""
+    _counts_receivers = False
+    _name = ""
 
     def _meet(self, address: str, store: Any) -> StreamGroup:
         size = 1 + int(self.client.json("GET", "/get_server_info")["tp_size"])
@@ -165,15 +170,21 @@ class SglangSender(GroupSender):
         # who connects to the store does not find the group.
         self._name = f"{BACKEND}-{secrets.token_hex(16)}"
         prefix = f"{self._name}/{self._name}//{'cpu' if self.transport == 'gloo' else 'cuda'}/"
-        place = {"master_address": address, "master_port": store.port, "group_name": self._name}
-        meeting = place | {"rank_offset": 1, "world_size": size, "backend": self.transport}
+        meeting = {
+            "master_address": address,
+            "master_port": store.port,
+            "group_name": self._name,
+            "rank_offset": 1,
+            "world_size": size,
+            "backend": self.transport,
+        }
         answer = _in_background(self.client.call, "POST", "/init_weights_update_group", meeting)
         timeout = self.client.timeout
         group = _in_background(StreamGroup, store, 0, size, self.transport, address, timeout, prefix)
         self._wait(group.done, answer)
         answer.result()
-        found: StreamGroup = group.result()
-        return found
+        joined: StreamGroup = group.result()
+        return joined
 
     def _announce(self, entries: dict[str, Any]) -> None:
         told = {"names": entries["names"], "dtypes": entries["dtype_names"], "shapes": entries["shapes"]}
@@ -193,14 +204,17 @@ WeightSender = MemorySender | GroupSender
 
 
 def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Result of a call on a thread that does not keep the process alive."""
+    """Call ``function`` on a thread of its own, and return the future of its result or exception.
+
+    The thread is a daemon: a server that never answers does not keep the process alive.
+    """
     future: Future[Any] = Future()
 
     def call() -> None:
         try:
             future.set_result(function(*args))
-        except BaseException as problem:  # the caller raises it
-            future.set_exception(problem)
+        except BaseException as error:  # ``future.result()`` raises it in the caller
+            future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
     return future

@@ -63,7 +63,8 @@ def open_store(address: str, timeout: float) -> Any:
     listener = socket.create_server((address, 0), family=family)
     port = int(listener.getsockname()[1])
     return dist.TCPStore(  # type: ignore[attr-defined]
-        *(address, port),
+        address,
+        port,
         is_master=True,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
@@ -86,18 +87,20 @@ class StreamGroup:
     def __init__(
         self, store: Any, rank: int, size: int, transport: str, address: str, timeout: float, prefix: str = ""
     ) -> None:
-        self._store, self._receivers, self._rounds = store, size - 1, 0
+        self._store = store
+        self._receivers = size - 1
+        self._rounds = 0  # broadcasts so far
         limit = timedelta(seconds=timeout)
-        own = dist.PrefixStore(prefix or transport, store)  # type: ignore[attr-defined]
+        keys = dist.PrefixStore(prefix or transport, store)  # type: ignore[attr-defined]
         if transport == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = limit
-            self._group: Any = dist.ProcessGroupGloo(own, rank, size, options)
+            self._group: Any = dist.ProcessGroupGloo(keys, rank, size, options)
         else:
             settings = dist.ProcessGroupNCCL.Options()
             settings._timeout = limit
-            self._group = dist.ProcessGroupNCCL(own, rank, size, settings)
+            self._group = dist.ProcessGroupNCCL(keys, rank, size, settings)
 
     def is_awaited(self) -> bool:
         """Whether all receivers wait for the next broadcast; one that nobody waits for would block the sender."""

@@ -1,4 +1,4 @@
-"""Flags of the commands ``export`` and ``report`` of ``python -m megatron_rc.launch``."""
+"""Flags of the commands ``attribute``, ``export`` and ``report`` of ``python -m megatron_rc.launch``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.parser import Parser
 
@@ -38,9 +39,40 @@ def parse_export(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the words of the attribution's command; flags that name files or folders have the type Path."""
+    parser = _parser("attribute", "Attribute the mismatch of recorded rollouts to a checkpoint's parameters, on a CPU.")
+    text = "checkpoints of the trainer: the --save of a run, of any layout"
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help=text)
+    text = "step of the checkpoint; default: the newest"
+    parser.add_argument("--ckpt-step", dest="step", type=int, metavar="N", help=text)
+    text = "weights of the engine: a Hugging Face directory, a run's --save, or one checkpoint iter_NNNNNNN in it; "
+    parser.add_argument("--engine-weights", type=Path, metavar="DIR", help=f"{text}default: the trainer's")
+    text = "round the engine's weights, as the flag of a run does; default: fp32, no rounding"
+    parser.add_argument("--rollout-dtype", choices=DTYPES, default=DTYPES[0], help=text)
+    text = "forward and backward passes: more if the completeness is far from 1; default: 1"
+    parser.add_argument("--attribution-nodes", dest="nodes", type=int, default=1, metavar="N", help=text)
+    text = "picture to write, layers by kinds of parameters, such as attribution.png"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    text = "rollout batches: JSON lines, or files of --save-rollouts (.safetensors)"
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=text)
+    args = parser.parse_args(list(argv))
+    for path in (args.load, args.engine_weights):
+        if path is not None and not path.is_dir():
+            raise ConfigurationError(f"{path}: no such folder; give the --save of a run")
+    if args.nodes < 1:
+        raise ConfigurationError(f"--attribution-nodes {args.nodes}: give 1 or more")
+    if args.engine_weights is None and args.rollout_dtype == DTYPES[0]:
+        raise ConfigurationError(
+            "trainer and engine would have the same weights: give --engine-weights, or the --rollout-dtype of the run"
+        )
+    return args
+
+
 def parse_report(argv: Sequence[str]) -> Path:
     """Read the words of the report command: the run's folder."""
-    parser = _parser("report", "Write report.html, a page of a run for a browser, into the run's folder.")
+    parser = _parser("report", "Draw a run: write report.html, a page for a browser, and summary.png into its folder.")
     parser.add_argument("folder", metavar="RUN", type=Path, help="the run's folder, such as runs/NAME")
     folder: Path = parser.parse_args(list(argv)).folder
     if not os.access(folder / _METRICS, os.R_OK):

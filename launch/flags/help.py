@@ -14,7 +14,7 @@ _ABOUT = (
     "processes: python -m megatron_rc.launch --nproc-per-node 4 --config count_up"
 )
 _MORE = (
-    "All flags, by group: --help-all. Prompts: docs/data.md, rewards: docs/tasks.md, engines: docs/rollouts.md, "
+    "All flags, by group: --help-all. Prompts and rewards: docs/data.md, engines: docs/rollouts.md, "
     "corrections: docs/presets.md, the rest: docs/launching.md (megatron-rc docs: their folder)."
 )
 _NEEDED = {
@@ -30,18 +30,21 @@ _NEEDED = {
 
 
 def short_help() -> str:
-    """Text with the flags that a new user needs, each with the first part of its own text."""
+    """Text of ``--help``: the flags that a new user needs, each with the first clause of its help text."""
     known = long_options(PARSER) | long_options(torchrun_parser())
     parser = Parser(usage=_USAGE, description=_ABOUT, epilog=_MORE, add_help=False)
     for title, names in _NEEDED.items():
         group = parser.add_argument_group(title)
         for name in names.split():
-            shown = copy.copy(known[name])
+            shown = copy.copy(known[name])  # the parser's own flag stays as it is
             shown.option_strings = [f"--{name}"]
             shown.choices = None
             shown.help = re.split("[:;,] ", shown.help or "")[0]
-            shown.metavar = shown.metavar if isinstance(shown.metavar, str) else None
-            if shown.metavar is None and shown.nargs != 0:
+            # One short word stands for the value: N, or the last word of the flag. A switch has no value.
+            if not isinstance(shown.metavar, str):
+                shown.metavar = None
+            takes_value = shown.nargs != 0
+            if shown.metavar is None and takes_value:
                 shown.metavar = "N" if shown.type is int else name.rpartition("-")[2].upper()
             group._add_action(shown)
     return parser.format_help()

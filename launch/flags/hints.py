@@ -20,6 +20,8 @@ _OF_OTHER_PROGRAMS = {
     "kl-loss-coef": "grpo-kl-beta",
     "use-tis": "rollout-correction-preset",
 }
+# Flags of the release before, with what takes their place.
+_REMOVED = {"load-last-valid": "name a whole checkpoint with --ckpt-step"}
 # Least likeness of similar spellings, by difflib, and of a name that has one word more than a flag.
 _CLOSE = 0.8
 _VERY_CLOSE = 0.9
@@ -29,6 +31,9 @@ _FEWEST_LETTERS = 3
 
 def unknown(what: str, name: str) -> str:
     """Return a sentence about an unknown flag or key, with the flag that was probably meant."""
+    remedy = _REMOVED.get(name.lstrip("-").removeprefix("no-").replace("_", "-"))
+    if remedy is not None:
+        return f"{what} {name!r} is gone: {remedy}"
     dashes = "--" if what == "flag" else ""
     meant = _meant(name.lstrip("-").replace("_", "-").lower())
     hint = "--help-all lists them" if meant is None else f"did you mean {dashes}{meant}?"

@@ -146,8 +146,7 @@ _TABLE = (
     ),
     Rule("--save", lambda run: run.save, "no_save_optim"),
     Rule("--save-hf", lambda run: run.save_hf, "save_hf_interval"),
-    Rule("--load", lambda run: run.load, "finetune no_load_optim verify_integrity load_last_valid"),
-    Rule("no --ckpt-step", lambda run: run.ckpt_step is None, "load_last_valid"),
+    Rule("--load", lambda run: run.load, "finetune no_load_optim verify_integrity"),
     Rule(
         "the optimizer of --load",
         lambda run: run.load and not run.finetune and not run.no_load_optim,

@@ -21,7 +21,6 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from megatron_rc.launch.ending import SCORES_FOR, end_what_scores, mark_of_scores
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import in_words
 from megatron_rc.launch.rewards.outcome import MAX_TRACEBACK, Outcome
@@ -58,11 +57,10 @@ class RewardPool:
         return list(self._threads.map(self._score, requests))
 
     def close(self) -> None:
-        """End all workers at once, and all processes that their rules started."""
+        """End all workers at once, and the processes that their rules started, except in sessions of their own."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
-        end_what_scores(mark_of_scores(os.getpid()))
         self._threads.shutdown()
 
     def _score(self, request: Mapping[str, Any]) -> Outcome:
@@ -174,16 +172,15 @@ class _Worker:
 
 
 def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
-    """Start a worker with these two open files, the trainer's module path, and the mark of this run.
+    """Start a worker with these two open files, and the trainer's module path.
 
     It has a session of its own: Ctrl-C does not reach it, and its group has all processes that the rule starts.
     """
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection)],
         stdin=subprocess.DEVNULL,
         pass_fds=(connection, stacks),
-        env={**os.environ, **own},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )

@@ -40,15 +40,19 @@ def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tenso
     All arguments have one shape, with neighbours along the last dimension; ``positions`` are places in the whole
     sequence. Returns [4] float64: one sum for each of ``LAGS``, then the number of pairs.
     """
-    pairs = mask[..., 1:] & mask[..., :-1] & (positions.diff(dim=-1) == 1)
-    train, rollout = (torch.where(mask, value.double(), 0) for value in (train, rollout))
-    first, second = slice(None, -1), slice(1, None)
-    sides = {0: (first, first), 1: (first, second), -1: (second, first)}
-    sums = [
-        torch.where(pairs, (train[..., here] - rollout[..., there]).abs(), 0).sum()
-        for here, there in (sides[lag] for lag in LAGS)
-    ]
-    return torch.stack([*sums, pairs.sum().double()])
+    is_pair = mask[..., 1:] & mask[..., :-1] & (positions.diff(dim=-1) == 1)
+    train = torch.where(mask, train.double(), 0)
+    rollout = torch.where(mask, rollout.double(), 0)
+    first = slice(None, -1)
+    second = slice(1, None)
+    # Token of the pair that the trainer scored, and the one whose log-prob of the engine it is compared with.
+    tokens_of_lag = {0: (first, first), 1: (first, second), -1: (second, first)}
+    sums = []
+    for lag in LAGS:
+        of_trainer, of_engine = tokens_of_lag[lag]
+        distance = (train[..., of_trainer] - rollout[..., of_engine]).abs()
+        sums.append(torch.where(is_pair, distance, 0).sum())
+    return torch.stack([*sums, is_pair.sum().double()])
 
 
 def judge(distances: Mapping[float, Sequence[float]], configured: float, limit: float) -> list[Finding]:
@@ -57,39 +61,40 @@ def judge(distances: Mapping[float, Sequence[float]], configured: float, limit: 
     ``distances`` has the sums of :func:`lag_distances` over all ranks, for each temperature tried; ``configured`` is
     the trainer's, and ``limit`` the mean |Δ| in nats that rounding the engine's weights explains.
     """
-    *sums, pairs = distances[configured]
-    if not pairs:
+    *sums, num_pairs = distances[configured]
+    if not num_pairs:
         return [Finding("log-probs", False, "no response has two neighbouring tokens: ask for longer responses")]
-    means = {lag: value / pairs for lag, value in zip(LAGS, sums, strict=True)}
-    by_temperature = {temperature: found[0] / pairs for temperature, found in distances.items()}
-    lag, best = min(means, key=means.__getitem__), min(by_temperature, key=by_temperature.__getitem__)
-    shifted = lag != 0 and means[lag] < MUCH_BETTER * means[0]
-    warmer = best != configured and by_temperature[best] < MUCH_BETTER * means[0]
-    evidence = ", ".join(f"{lag:+d}: {mean:.4f}" for lag, mean in means.items())
-    close = means[0] <= limit
+    mean_by_lag = {lag: total / num_pairs for lag, total in zip(LAGS, sums, strict=True)}
+    mean_by_temperature = {temperature: of_lags[0] / num_pairs for temperature, of_lags in distances.items()}
+    best_lag = min(mean_by_lag, key=mean_by_lag.__getitem__)
+    best_temperature = min(mean_by_temperature, key=mean_by_temperature.__getitem__)
+    mean = mean_by_lag[0]
+    is_shifted = best_lag != 0 and mean_by_lag[best_lag] < MUCH_BETTER * mean
+    is_warmer = best_temperature != configured and mean_by_temperature[best_temperature] < MUCH_BETTER * mean
+    is_close = mean <= limit
+
+    evidence = ", ".join(f"{lag:+d}: {value:.4f}" for lag, value in mean_by_lag.items())
+    shift = f"mean |Δ log-prob| by lag {evidence} nats"
+    if is_shifted:
+        shift += f": the engine's log-probs are shifted by {best_lag:+d}; align both to the label tokens"
+    weights = f"mean |Δ log-prob| {mean:.5f} nats, up to {limit} is rounding"
+    if not (is_close or is_shifted or is_warmer):
+        weights += ": other weights, a stale cache, or another tokenizer"
+    temperature = _temperature(mean_by_temperature, configured, best_temperature, is_warmer)
     return [
-        Finding(
-            "shift",
-            not shifted,
-            f"mean |Δ log-prob| by lag {evidence} nats"
-            + (f": the engine's log-probs are shifted by {lag:+d}; align both to the label tokens" if shifted else ""),
-        ),
-        Finding("temperature and log-prob mode", not warmer, _temperature(by_temperature, configured, best, warmer)),
-        Finding(
-            "weights",
-            close,
-            f"mean |Δ log-prob| {means[0]:.5f} nats, up to {limit} is rounding"
-            + ("" if close or shifted or warmer else ": other weights, a stale cache, or another tokenizer"),
-        ),
+        Finding("shift", not is_shifted, shift),
+        Finding("temperature and log-prob mode", not is_warmer, temperature),
+        Finding("weights", is_close, weights),
     ]
 
 
-def _temperature(distances: Mapping[float, float], configured: float, best: float, warmer: bool) -> str:
-    words = f"closest at {best}, scored at {configured} ({distances[best]:.4f} and {distances[configured]:.4f} nats)"
-    if not warmer:
-        return f"{words}: " + (
-            "at 1 raw and processed log-probs are the same" if configured == 1 else "processed log-probs"
-        )
-    if best == 1:
+def _temperature(means: Mapping[float, float], configured: float, best: float, is_warmer: bool) -> str:
+    """Sentence about the temperature, of the mean distances by temperature."""
+    words = f"closest at {best}, scored at {configured} ({means[best]:.4f} and {means[configured]:.4f} nats)"
+    if is_warmer and best == 1:
         return f"{words}: these are raw log-probs, before temperature; ask the engine for processed ones"
-    return f"{words}: the engine samples at another temperature than --rl-default-temperature"
+    if is_warmer:
+        return f"{words}: the engine samples at another temperature than --rl-default-temperature"
+    if configured == 1:
+        return f"{words}: at 1 raw and processed log-probs are the same"
+    return f"{words}: processed log-probs"

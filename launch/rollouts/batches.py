@@ -33,16 +33,28 @@ def batch_of(
         has_support: whether the batch has the kept tokens; EngineError as for experts.
         has_turns: whether the batch has the rewards of earlier turns.
     """
-    rows, position = len(samples), torch.arange(length)
+    rows = len(samples)
+    shape = (rows, length)
+    position = torch.arange(length)
     starts = torch.tensor([len(sample.prompt) for sample in samples]).unsqueeze(1)
     ends = starts + torch.tensor([len(sample.token_ids) for sample in samples]).unsqueeze(1)
-    used, mask = position < ends, torch.zeros(rows, length, dtype=torch.bool)
-    mask[used & (position >= starts)] = torch.tensor([one for sample in samples for one in sample.sampled]).bool()
-    tokens = torch.full((rows, length), pad)
-    tokens[used] = torch.tensor([token for sample in samples for token in (*sample.prompt, *sample.token_ids)])
-    log_probs, versions = torch.zeros(rows, length), torch.zeros(rows, length, dtype=torch.int32)
-    log_probs[mask] = torch.tensor([value for sample in samples for value in sample.log_probs])
-    versions[mask] = torch.tensor([one for sample in samples for one in sample.versions], dtype=torch.int32)
+    is_used = position < ends
+
+    # Tensors [rows, length] are filled at the places of a mask, row after row.
+    tokens = torch.full(shape, pad)
+    tokens[is_used] = torch.tensor([token for sample in samples for token in (*sample.prompt, *sample.token_ids)])
+    mask = torch.zeros(shape, dtype=torch.bool)
+    is_sampled = [is_sampled for sample in samples for is_sampled in sample.sampled]
+    mask[is_used & (position >= starts)] = torch.tensor(is_sampled).bool()
+    log_probs = torch.zeros(shape)
+    log_probs[mask] = torch.tensor([log_prob for sample in samples for log_prob in sample.log_probs])
+    versions = torch.zeros(shape, dtype=torch.int32)
+    version_of_each = [version for sample in samples for version in sample.versions]
+    versions[mask] = torch.tensor(version_of_each, dtype=torch.int32)
+    support_ids = None
+    support_counts = None
+    if has_support:
+        support_ids, support_counts = _support(samples, mask)
     return RolloutBatch(
         tokens=tokens,
         response_mask=mask,
@@ -55,16 +67,20 @@ def batch_of(
         sampling=sampling,
         routed_experts=_routed_experts(samples, length) if has_experts else None,
         turn_rewards=_turn_rewards(samples, mask) if has_turns else None,
-        **(_support(samples, mask) if has_support else {}),
+        support_ids=support_ids,
+        support_counts=support_counts,
     )
 
 
 def samples_of(batch: RolloutBatch) -> list[tuple[list[int], Sample]]:
     """The prompt and the response of each row of a batch of single turns; the inverse of :func:`batch_of`."""
-    found = []
+    prompts_and_samples = []
     for row, support in enumerate(batch.support_of_rows()):
-        mask, tokens = batch.response_mask[row], batch.tokens[row]
-        begin, end = int(mask.nonzero()[0]), int(mask.nonzero()[-1]) + 1
+        mask = batch.response_mask[row]
+        tokens = batch.tokens[row]
+        places = mask.nonzero()
+        begin = int(places[0])
+        end = int(places[-1]) + 1
         sample = Sample(
             tokens[mask].tolist(),
             batch.rollout_log_probs[row][mask].tolist(),
@@ -73,8 +89,8 @@ def samples_of(batch: RolloutBatch) -> list[tuple[list[int], Sample]]:
             support=None if support is None else (support[0], support[1][mask]),
             versions=batch.policy_versions[row][mask].tolist(),
         )
-        found.append((tokens[:begin].tolist(), sample))
-    return found
+        prompts_and_samples.append((tokens[:begin].tolist(), sample))
+    return prompts_and_samples
 
 
 def _turn_rewards(samples: Sequence[Conversation], mask: Tensor) -> Tensor:
@@ -84,39 +100,43 @@ def _turn_rewards(samples: Sequence[Conversation], mask: Tensor) -> Tensor:
     return rewards
 
 
-def _support(samples: Sequence[Conversation], mask: Tensor) -> dict[str, Tensor]:
-    """The batch's fields of the tokens that the engine kept; ``mask`` has the sampled tokens."""
+def _support(samples: Sequence[Conversation], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``support_ids`` and ``support_counts`` of the batch; ``mask`` has the sampled tokens."""
+    nothing = torch.zeros(0, dtype=torch.int32)
+    ids = [nothing]
+    sizes = [nothing]
     for sample in samples:
-        given = None if sample.support is None else len(sample.support[1])
-        if given != len(sample.log_probs) and sample.token_ids:
+        support = sample.support
+        num_positions = None if support is None else len(support[1])
+        if num_positions != len(sample.log_probs) and sample.token_ids:
             raise EngineError(
-                f"the engine reported the kept tokens of {given} of {len(sample.log_probs)} sampled tokens: "
+                f"the engine reported the kept tokens of {num_positions} of {len(sample.log_probs)} sampled tokens: "
                 "--rollout-top-p, --rollout-top-k and --rollout-min-p need all of them"
             )
-    none = torch.zeros(0, dtype=torch.int32)
-    supports = [(none, none) if sample.support is None else sample.support for sample in samples]
-    ids, sizes = (torch.cat(parts) for parts in zip(*supports, strict=True))
+        if support is not None:
+            ids.append(support[0])
+            sizes.append(support[1])
     counts = torch.zeros(mask.shape, dtype=torch.int32)
-    counts[mask] = sizes
-    return {"support_ids": ids, "support_counts": counts}
+    counts[mask] = torch.cat(sizes)
+    return torch.cat(ids), counts
 
 
 def _routed_experts(samples: Sequence[Conversation], length: int) -> Tensor:
     """[responses, length, layers, top_k] int16 experts of each token, −1 if they are not known."""
-    of_each = [sample.routed_experts for sample in samples]
-    known = [experts for experts in of_each if experts is not None]
-    if not known:
+    reported = [sample.routed_experts for sample in samples]
+    shapes = [experts.shape[1:] for experts in reported if experts is not None]
+    if not shapes:
         raise EngineError("the engine reported the experts of no response: --moe-enable-routing-replay needs them")
-    experts = torch.full((len(samples), length, *known[0].shape[1:]), NO_EXPERT, dtype=torch.int16)
-    for row, sample, given in zip(experts, samples, of_each, strict=True):
+    table = torch.full((len(samples), length, *shapes[0]), NO_EXPERT, dtype=torch.int16)
+    for row, sample, experts in zip(table, samples, reported, strict=True):
         if not sample.token_ids:
             continue
-        tokens = len(sample.prompt) + len(sample.token_ids) - 1
-        if given is None or given.shape != (tokens, *row.shape[1:]):
-            found = "none" if given is None else list(given.shape)
+        num_read = len(sample.prompt) + len(sample.token_ids) - 1
+        if experts is None or experts.shape != (num_read, *shapes[0]):
+            shape = "none" if experts is None else list(experts.shape)
             raise EngineError(
                 f"a response of {len(sample.token_ids)} tokens to {len(sample.prompt)} has experts of shape "
-                f"{found}, expected {[tokens, *row.shape[1:]]}: one row for each token but the last"
+                f"{shape}, expected {[num_read, *shapes[0]]}: one row for each token but the last"
             )
-        row[:tokens] = given
-    return experts
+        row[:num_read] = experts
+    return table

@@ -1,8 +1,9 @@
-"""Broadcast of a rollout batch from the first rank of a replica to its other ranks, in tensors of fixed shapes."""
+"""Broadcast of a rollout batch from the first rank of a replica to its other ranks."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,116 +13,127 @@ from torch import Tensor
 from megatron_rc.launch.rollouts.routed_experts import ExpertsBroadcast
 from megatron_rc.launch.rollouts.sampler import SampledBatch
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.collectives import broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch
 
-# Bytes of a replica's metrics: enough for MAX_COMPONENTS with the longest names, and for the overlong penalty.
-_BYTES = 8192
+T = TypeVar("T")
 
 
 class ReplicaBroadcast:
     """Broadcasts from TP, CP and PP rank 0 of a replica: over TP×CP on the first stage, then over PP."""
 
-    def __init__(self, config: RunConfig, groups: ParallelGroups, sampling: SamplingParams) -> None:
-        self.groups, self.device, self.sampling = groups, config.launch.device, sampling
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        self.groups = groups
+        self.device = config.launch.device
+        self.sampling = config.rollouts.sampling
         self._experts = ExpertsBroadcast(config, groups) if config.replays_rollouts else None
         self._sends_support = config.rollouts.replays_sampling
         self._sends_turn_rewards = config.has_turn_rewards
 
-    def tensor(self, tensor: Tensor) -> Tensor:
-        """The first rank's tensor; shape and dtype are equal on all ranks."""
-        tensor = tensor.to(self.device)
-        if group_rank(self.groups.pp) == 0:
-            tensor = broadcast(tensor, 0, parallel_state.get_tensor_and_context_parallel_group())
-        return broadcast(tensor, 0, self.groups.pp)
+    def value(self, value: T | None) -> T:
+        """The first rank's object, pickled; the other ranks give None. Its tensors are on the CPU.
 
-    def batch(self, batch: RolloutBatch | None, rows: int, length: int) -> RolloutBatch:
-        """The first rank's batch of ``rows`` responses and ``length`` columns; the other ranks give None.
+        Collectives: broadcasts of its size and its bytes, over TP×CP on the first stage and over PP.
+        """
+        values = [value]
+        groups = [self.groups.pp]
+        if group_rank(self.groups.pp) == 0:
+            groups.insert(0, parallel_state.get_tensor_and_context_parallel_group())
+        for group in groups:
+            if group is not None and group_size(group) > 1:
+                first = dist.get_global_rank(group, 0)
+                dist.broadcast_object_list(values, src=first, group=group, device=self.device)
+        (shared,) = values
+        return shared  # type: ignore[return-value]
+
+    def batch(self, batch: RolloutBatch | None) -> RolloutBatch:
+        """The first rank's batch, on the device; the other ranks give None.
 
         ``routed_experts`` has the layers of this rank's stage, see :class:`ExpertsBroadcast`; it is None unless the
         rollouts' experts are replayed. The supports are on the last stage, which scores, and on the first rank; they
         are None unless the trainer uses them.
 
-        Collectives: two broadcasts over TP×CP and two over PP, and those of the experts and of the supports.
+        Collectives: those of :meth:`value`, and those of the experts and of the supports.
         """
-        columns_per_token = 4 if self._sends_support else 3
-        integers = torch.zeros(rows, columns_per_token * length + 4, dtype=torch.int64)
-        floats = torch.zeros(rows, (2 if self._sends_turn_rewards else 1) * length + 1)
-        if batch is not None:
-            # Without ids each row is a rollout.
-            rollout_ids = torch.arange(rows) if batch.rollout_ids is None else batch.rollout_ids
-            per_row = (batch.sample_ids, batch.group_ids, batch.finish_reasons, rollout_ids)
-            columns = [values.unsqueeze(1) for values in per_row]
-            # The receivers expect these dtypes; records may have others.
-            whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
-            if self._sends_support and batch.support_counts is not None:
-                whole.insert(3, batch.support_counts)
-            integers = torch.cat([values.long() for values in whole], dim=1)
-            per_token = [batch.rollout_log_probs]
-            if self._sends_turn_rewards:
-                early = batch.turn_rewards
-                per_token.append(torch.zeros_like(batch.rollout_log_probs) if early is None else early)
-            floats = torch.cat([values.float() for values in (*per_token, batch.rewards.unsqueeze(1))], dim=1)
-        integers, floats = self.tensor(integers), self.tensor(floats)
-        tokens, mask, versions, *counts, rest = integers.split([*[length] * columns_per_token, 4], dim=1)
-        return RolloutBatch(
-            tokens=tokens,
-            response_mask=mask.bool(),
-            rollout_log_probs=floats[:, :length],
-            turn_rewards=floats[:, length:-1] if self._sends_turn_rewards else None,
-            policy_versions=versions.int(),
-            sample_ids=rest[:, 0],
-            group_ids=rest[:, 1],
-            rewards=floats[:, -1],
-            finish_reasons=rest[:, 2],
-            rollout_ids=rest[:, 3],
-            sampling=self.sampling,
-            routed_experts=None if self._experts is None else self._experts(batch, rows, length),
-            **(self._support(None if batch is None else batch.support_ids, counts[0].int()) if counts else {}),
-        )
+        shared = self.value(None if batch is None else self._for_all(batch))
+        shared = shared.to(self.device)
+        if self._experts is not None:
+            shared = replace(shared, routed_experts=self._experts(batch, *shared.tokens.shape))
+        if shared.support_counts is not None:
+            shared = self._with_support(shared, None if batch is None else batch.support_ids)
+        return shared
 
     def reward_metrics(self, sampled: SampledBatch | None) -> dict[str, float]:
         """Means of reward components over the responses that have them, and counts of errors and bad responses.
 
         They are equal on all ranks. ``sampled`` is None except on the first rank of each replica.
 
-        Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
+        Collectives: those of :meth:`value`, and one gather of objects over DP.
         """
-        row = torch.zeros(_BYTES, dtype=torch.uint8)
-        if sampled is not None:
-            message = json.dumps({"counts": sampled.counts, "sums": sampled.sums}).encode()
-            row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        row = self.tensor(row)
-        table = torch.zeros(group_size(self.groups.dp), _BYTES, dtype=torch.uint8, device=row.device)
-        table[group_rank(self.groups.dp)] = row
-        rows = all_reduce_sum(table, self.groups.dp).cpu().numpy()
-        replicas = [json.loads(row.tobytes().rstrip(b"\0")) for row in rows]
-        means = {}
-        for name in sorted({name for replica in replicas for name in replica["sums"]}):
-            pairs = [replica["sums"][name] for replica in replicas if name in replica["sums"]]
-            means[f"reward/{name}"] = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
-        counted = replicas[0]["counts"]
-        return means | {name: float(sum(replica["counts"][name] for replica in replicas)) for name in counted}
+        of_replica = self.value(None if sampled is None else (dict(sampled.counts), dict(sampled.sums)))
+        of_replicas = [of_replica]
+        if self.groups.dp is not None and group_size(self.groups.dp) > 1:
+            of_replicas = [of_replica] * group_size(self.groups.dp)
+            dist.all_gather_object(of_replicas, of_replica, group=self.groups.dp)
 
-    def _support(self, ids: Tensor | None, counts: Tensor) -> dict[str, Tensor | None]:
-        """The fields of the supports, whose ``ids`` the first rank has; ``counts``, [rows, length], are on all ranks.
+        metrics: dict[str, float] = {}
+        for name in sorted({name for _, sums in of_replicas for name in sums}):
+            totals_and_numbers = [sums[name] for _, sums in of_replicas if name in sums]
+            total = sum(total for total, _ in totals_and_numbers)
+            metrics[f"reward/{name}"] = total / sum(number for _, number in totals_and_numbers)
+        for name in of_replica[0]:
+            metrics[name] = float(sum(counts[name] for counts, _ in of_replicas))
+        return metrics
+
+    def _for_all(self, batch: RolloutBatch) -> RolloutBatch:
+        """The parts of a batch that all ranks get, in the dtypes of this project's engines; records may have others."""
+        turn_rewards = None
+        if self._sends_turn_rewards:
+            turn_rewards = batch.turn_rewards
+            if turn_rewards is None:
+                turn_rewards = torch.zeros_like(batch.rollout_log_probs)
+        support_counts = batch.support_counts if self._sends_support else None
+        parts = RolloutBatch(
+            tokens=batch.tokens.long(),
+            response_mask=batch.response_mask.bool(),
+            rollout_log_probs=batch.rollout_log_probs.float(),
+            policy_versions=batch.policy_versions.int(),
+            sample_ids=batch.sample_ids.long(),
+            group_ids=batch.group_ids.long(),
+            rewards=batch.rewards.float(),
+            finish_reasons=batch.finish_reasons.long(),
+            sampling=self.sampling,
+            turn_rewards=None if turn_rewards is None else turn_rewards.float(),
+            # Without ids each row is a rollout.
+            rollout_ids=torch.arange(len(batch.tokens)) if batch.rollout_ids is None else batch.rollout_ids.long(),
+            support_counts=None if support_counts is None else support_counts.int(),
+        )
+        # A part of a larger tensor would be pickled with all of it.
+        copies: dict[str, Any] = {name: tensor.clone() for name, tensor in parts.tensors().items()}
+        return replace(parts, **copies)
+
+    def _with_support(self, shared: RolloutBatch, ids: Tensor | None) -> RolloutBatch:
+        """The batch with the kept tokens, whose ``ids`` the first rank has; without them on stages that do not score.
 
         Collectives, on the first and the last stage: a message between their first ranks, a broadcast over the last
         stage's TP×CP. One host synchronisation.
         """
         pp = self.groups.pp
-        stage, last = group_rank(pp), group_size(pp) - 1
-        if stage < last and ids is None:
-            return {}
-        here = torch.zeros(int(counts.sum()), dtype=torch.int32) if ids is None else ids
-        here = here.to(self.device, torch.int32).contiguous()
-        if pp is not None and last and group_rank(self.groups.tp) == group_rank(self.groups.cp) == 0:
-            first_rank, last_rank = dist.get_global_rank(pp, 0), dist.get_global_rank(pp, last)
-            if stage == last:
-                dist.recv(here, first_rank, group=pp)
+        stage = group_rank(pp)
+        last_stage = group_size(pp) - 1
+        if stage < last_stage and ids is None:
+            return replace(shared, support_counts=None)
+        counts = shared.support_counts
+        size = 0 if counts is None else int(counts.sum())
+        kept_ids = torch.zeros(size, dtype=torch.int32) if ids is None else ids
+        kept_ids = kept_ids.to(self.device, torch.int32).contiguous()
+        is_first_of_stage = group_rank(self.groups.tp) == group_rank(self.groups.cp) == 0
+        if pp is not None and last_stage and is_first_of_stage:
+            if stage == last_stage:
+                dist.recv(kept_ids, dist.get_global_rank(pp, 0), group=pp)
             else:
-                dist.send(here, last_rank, group=pp)
-        if stage == last:
-            here = broadcast(here, 0, parallel_state.get_tensor_and_context_parallel_group())
-        return {"support_ids": here, "support_counts": counts}
+                dist.send(kept_ids, dist.get_global_rank(pp, last_stage), group=pp)
+        if stage == last_stage:
+            kept_ids = broadcast(kept_ids, 0, parallel_state.get_tensor_and_context_parallel_group())
+        return replace(shared, support_ids=kept_ids)

@@ -5,54 +5,52 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
-from megatron_rc.launch.engines.streamed import StreamedEngine
+from megatron_rc.launch.engines.server import ServerEngine
 from megatron_rc.launch.engines.vllm_engine import VllmEngine
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
-from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_by_name, write_answers
+from megatron_rc.launch.rollouts.evaluation import answers_of, metrics_of, sums_by_name, write_answers
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
-from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
-from megatron_rc.launch.rollouts.recorded import RecordedRollouts, check_split_rollouts, write_rollouts
+from megatron_rc.launch.rollouts.publishers import PartsPublisher, WholeModelPublisher
+from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
-from megatron_rc.launch.rollouts.weight_transfer import WeightTransfer
+from megatron_rc.launch.rollouts.scheduler import RolloutScheduler, WeightSync
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
-from megatron_rc.launch.weights.converter import export_model
 from megatron_rc.parallel.collectives import all_reduce_sum, every_text
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch
 
 _log = logging.getLogger("megatron_rc")
 
 
-class WeightSync(Protocol):
-    """Sends the trainer's weights to the engines."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the engines need the weights although no rollout follows, because an evaluation is due."""
-
-    def __call__(self, lap: Callable[[str], None]) -> None:
-        """Send the weights now; call ``lap`` with the name of each phase when it ends."""
-
-
 class RolloutCollector:
-    """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks."""
+    """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks.
+
+    An engine that fails ends its rank with an EngineError, see :class:`EngineWork`; all ranks raise Stopped together
+    if one was told to stop.
+
+    Attributes:
+        engine: this replica's engine; None on other ranks, and with ``--load-rollouts``.
+        open_rollouts: responses of the batches under way, for checkpoints; None without ``--rl-partial-rollouts``.
+        reward_metrics: metrics of the last batch, equal on all ranks; empty with ``--load-rollouts``.
+        baselines: [responses] of the last batch, see SampledBatch, on all ranks of the replica.
+        routed_experts: those of the last batch as the engine or the records gave them, on the engine's rank.
+    """
 
     def __init__(
         self,
@@ -63,146 +61,106 @@ class RolloutCollector:
         request: StopRequest | None = None,
         open_rollouts: OpenRollouts | None = None,
     ) -> None:
-        self.config, self.task, self.groups, self.open_rollouts = config, task, groups, open_rollouts
+        self.config = config
+        self.task = task
+        self.groups = groups
+        self.open_rollouts = open_rollouts
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = groups.is_first_of_replica
-        self.work = EngineWork(config, self.replica, self.is_engine_rank, request or StopRequest())
         self.engine: RolloutEngine | None = None
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
+        self.reward_metrics: dict[str, float] = {}
+        self.baselines: Tensor | None = None
+        self.routed_experts: Tensor | None = None
+        self._said_experts = False
+        self._num_unscored = 0
+        self._num_responses = 0
+
+        self.work = EngineWork(config, self.replica, self.is_engine_rank, request or StopRequest())
         self.work.run(lambda: self._start(engine), "the start of the engines")
-        self.transfer: WeightTransfer | None = None  # None: weights go through files, or there is no engine
-        if config.engine.rollout_weight_transfer != "files":
-            streamed = cast("StreamedEngine | None", self.engine)
-            self.transfer = WeightTransfer(config, groups, self.work, streamed, task.text)
-        self.sampling = config.rollouts.sampling
-        is_recorded = config.rollouts.load_rollouts is not None
-        self.broadcast = ReplicaBroadcast(config, groups, self.sampling)
-        self._rows = config.rollouts.sequences // config.data_parallel_size
-        self.routed_experts: Tensor | None = None  # those of the newest batch as recorded, on the engine's rank
-        self._said_experts, self._restarts = False, 0
-        steps = 0 if is_recorded else config.rollouts.rollout_staleness or 0
-        self.window = steps // config.updates_per_rollout
-        self.is_partial = config.engine.rl_partial_rollouts and not is_recorded
-        self.is_window_over = True  # whether the next batches are sampled by the weights of the last batch's step
-        self._window_end = -1
-        elsewhere = getattr(self.engine, "is_elsewhere", False)
-        self.reward_metrics: dict[str, float] = {}  # of the last batch, equal on all ranks; empty with --load-rollouts
-        self.baselines: Tensor | None = None  # [responses], see SampledBatch, on all ranks of the replica
-        self._unscored = self._asked = 0
-        threads = (self.window + 1 if self.is_partial else 1) if self.window and elsewhere else 0
-        self.prefetched = PrefetchedRollouts(self._obtain, threads)
+        self.publisher: WholeModelPublisher | PartsPublisher
+        if config.engine.rollout_weight_transfer == "files":
+            self.publisher = WholeModelPublisher(config, groups, self.work, self.engine)
+        else:
+            server = cast("ServerEngine | None", self.engine)
+            self.publisher = PartsPublisher(config, groups, self.work, server, task.text)
+        self.broadcast = ReplicaBroadcast(config, groups)
+        is_elsewhere = getattr(self.engine, "is_elsewhere", False)
+        self.scheduler = RolloutScheduler(config, self._obtain, is_elsewhere=is_elsewhere)
+
+    def _start(self, engine: RolloutEngine | None) -> None:
+        """Make this replica's sampler, or its reader of recorded rollouts."""
+        rollouts = self.config.rollouts
+        if rollouts.load_rollouts:
+            length = self.config.training.seq_length
+            self.recorded = RecordedRollouts(
+                rollouts.load_rollouts, length, rollouts.sequences, rollouts.grpo_prompts_per_step
+            )
+            return
+        self.engine = engine or self._default_engine()
+        self.sampler = RolloutSampler(self.config, self.task, self.engine, self.replica, self.open_rollouts)
+
+    def _default_engine(self) -> RolloutEngine:
+        return make_engine(self.config, self.task.text, self.replica)
+
+    @property
+    def is_window_over(self) -> bool:
+        """Whether the next batches are sampled by the weights of the last batch's step."""
+        return self.scheduler.is_window_over
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch that starts at optimizer step ``step``; also syncs the engines' weights when it is time.
 
-        Without ``--rollout-staleness``: sync the weights, then sample. With it: take the batch that was sampled ahead.
-        After the last one of a window, sync the weights and order the next window (see :mod:`prefetch`).
-        ``weight_sync`` is called only while the engines have no open request, ``lap`` with the name of each phase when
-        it ends. With ``--rl-partial-rollouts``: sync the weights while the engines sample, order the batches ahead,
-        then take the batch.
+        ``lap`` is called with the name of each phase when it ends; see :meth:`RolloutScheduler.next_batch`.
 
-        Raises AgreedError as :meth:`sync_weights` and :meth:`collect` do, or if no response could be scored.
+        Raises:
+            RunError: on every rank: no response has a score, or more than half were dropped.
         """
-        if self.is_partial:
-            if self.open_rollouts is not None:
-                self.open_rollouts.forget_before(step)
-            weight_sync(lap)
-            steps = (step, *self._following(step))
-            self.prefetched.order([later for later in steps if later not in self.prefetched])
-            return self._collect_scored(step, lap)
-        is_fresh = step not in self.prefetched
-        if is_fresh:
-            weight_sync(lap)
-        batch = self._collect_scored(step, lap)
-        if self.config.engine.rollout_colocate:
-            self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
-        # Orders end at --train-iters, but a window does not: a longer run continues it after a resume.
-        self.is_window_over = is_fresh or step == self._window_end
-        if self.is_window_over:
-            following = self._following(step)
-            if not is_fresh and (following or weight_sync.is_wanted):
-                weight_sync(lap)
-            self._order(following, step)
-        return batch
+        if self.open_rollouts is not None:
+            self.open_rollouts.forget_before(step)
+
+        def collect(step: int) -> RolloutBatch:
+            batch = self.collect(step)
+            self._check_scores(step)
+            lap("rollout")
+            if self.config.engine.rollout_colocate:
+                self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
+            return batch
+
+        return self.scheduler.next_batch(step, collect, weight_sync, lap)
 
     def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
-        """Order again, after a resume at ``step``, the batches that the ended run was sampling.
-
-        ``version`` is the step of the weights that the engines had, −1 if unknown; ``weight_sync`` sends them again.
-        """
-        following = self._following(version) if version >= 0 else []
-        if step in following:
-            weight_sync()
-            self._order([later for later in following if later >= step], version)
-
-    def _order(self, steps: Sequence[int], version: int) -> None:
-        self.prefetched.order(steps)
-        self._window_end = version + self.window * self.config.updates_per_rollout
-
-    def _following(self, version: int) -> list[int]:
-        """Steps whose batches are sampled ahead by the weights of step ``version``."""
-        steps = [version + number * self.config.updates_per_rollout for number in range(1, self.window + 1)]
-        return [later for later in steps if later < self.config.training.train_iters]
-
-    def close(self) -> None:
-        """End the sampling, the scoring processes and the engine. Collectives: none."""
-        if self.sampler is not None:
-            self.sampler.close()
-        self.prefetched.close()
-        if self.transfer is not None:
-            self.transfer.close()
-        try:
-            getattr(self.engine, "close", lambda: None)()
-        except Exception as problem:  # must not hide the error that ended the run
-            _log.error("the rollout engine did not end cleanly: %s", problem)
+        """Order again what the ended run was sampling; see :meth:`RolloutScheduler.go_on`."""
+        self.scheduler.go_on(step, version, weight_sync)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
 
-        Returns True, on every rank, if an engine was started again since the last time. Raises AgreedError, on every
-        rank, if an engine refused the weights.
+        Returns True, on every rank, if an engine was started again since the last time.
         """
         if self.config.rollouts.load_rollouts:
             return False
         if self.config.engine.rollout_colocate:
             torch.cuda.empty_cache()  # on all ranks, since vLLM may use the GPUs of several
-        if self.transfer is not None:
-            self.transfer(chunks, version)
-            return False
-        phases.enter("the weight sync", waits=self.engine is None)
-        error = None
-        weights = export_model(chunks, self.config, self.groups)
-        if self.engine is not None:
-            try:
-                self.engine.load_weights(weights, version)
-            except Exception as problem:  # all ranks raise it together below
-                error = f"the rollout engine refused the weights of step {version}: {problem}"
-        # The iterator's collectives need every rank, so use it up even if the engine failed.
-        for _ in weights:
-            pass
-        self.work.meet("the weight sync")
-        before, self._restarts = self._restarts, getattr(self.engine, "restarts", 0)
-        (was_restarted,) = agree(self.config, error, [self._restarts > before])
-        return was_restarted > 0
+        return self.publisher(chunks, version)
 
     def collect(self, step: int) -> RolloutBatch:
-        """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.
-
-        Raises, on every rank, AgreedError if sampling, scoring or the checks failed on any, and Stopped if any was told
-        to stop. :meth:`probe` and :meth:`evaluate` raise the same.
-        """
+        """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks."""
         if not self.is_engine_rank:
-            self.prefetched.forget(step)
-        sampled = self.work.run(lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}")
-        batch, baselines = (None, None) if sampled is None else (sampled.batch, sampled.baselines)
-        shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
+            self.scheduler.forget(step)
+        what = f"the rollout of step {step}"
+        sampled = self.work.run(lambda: self._checked(self.scheduler.take(step), step), what)
+        batch = None if sampled is None else sampled.batch
+        baselines = None if sampled is None else sampled.baselines
+
+        shared = self.broadcast.batch(batch)
         if self.config.rollouts.load_rollouts is None:
             self.reward_metrics = self.broadcast.reward_metrics(sampled)
-            self._unscored += int(self.reward_metrics["reward/errors"])
-            self._asked += self.config.rollouts.sequences
+            self._num_unscored += int(self.reward_metrics["reward/errors"])
+            self._num_responses += self.config.rollouts.sequences
         if self.config.advantages.advantage_estimator == "remax":
-            self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if baselines is None else baselines)
+            self.baselines = self.broadcast.value(baselines).to(self.config.launch.device)
         self.routed_experts = None if batch is None else batch.routed_experts
         if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
             _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
@@ -211,9 +169,9 @@ class RolloutCollector:
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Answers to the replica's first prompts, the same at each call, on all its ranks; ``length``: columns."""
-        what = "the check of the rollout engine"
-        batch = self.work.run(lambda: cast(RolloutSampler, self.sampler).probe(rows, longest, length), what)
-        return self.broadcast.batch(batch, rows, length)
+        sampler = cast(RolloutSampler, self.sampler)
+        batch = self.work.run(lambda: sampler.probe(rows, longest, length), "the check of the rollout engine")
+        return self.broadcast.batch(batch)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of responses to the ``--eval-problems`` held-out problems; equal on all ranks.
@@ -222,70 +180,58 @@ class RolloutCollector:
 
         Collectives: one broadcast in the replica and one SUM over DP; one gather of texts between the engines' ranks.
         """
-
-        def answer() -> tuple[list[Graded], str]:
-            graded = cast(RolloutSampler, self.sampler).evaluate()
-            return graded, answers_of(graded, self.config, self.replica)
-
-        graded, answers = self.work.run(answer, "the evaluation") or ([], "")
-        # groups.dp of an engine's rank consists of the engines' ranks.
-        written = every_text(answers, self.groups.dp) if self.is_engine_rank else []
-
-        def write() -> None:
+        sampler = cast(RolloutSampler, self.sampler)
+        graded = self.work.run(lambda: sampler.evaluate(), "the evaluation")
+        if graded is not None:
+            answers = answers_of(graded, self.config, self.replica)
+            # groups.dp of an engine's rank consists of the engines' ranks.
+            answers_of_replicas = every_text(answers, self.groups.dp)
             if self.replica == 0:
-                write_answers("".join(lines or "" for lines in written), self.config, step)
-
-        self.work.run(write, "the evaluation")
-        samples, names = self.config.evaluation.eval_samples, self.config.data.eval_names
-        sums = all_reduce_sum(self.broadcast.tensor(sums_by_name(graded, samples, names)), self.groups.dp)
-        return metrics_of(sums, samples, names)
-
-    def unscored_in_words(self) -> str:
-        """Sentence about the run's responses that could not be scored, equal on all ranks; empty if there are none."""
-        if not self._unscored:
-            return ""
-        return f"{self._unscored} of {self._asked} responses could not be scored, see {errors_file(self.config)}"
-
-    def _collect_scored(self, step: int, lap: Callable[[str], None]) -> RolloutBatch:
-        """The batch of a step; AgreedError on every rank if no response has a score or more than half were dropped."""
-        batch = self.collect(step)
-        errors, number = int(self.reward_metrics.get("reward/errors", 0)), self.config.rollouts.sequences
-        dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
-        if 2 * dropped > number:
-            raise AgreedError(
-                f"the rollout of step {step} failed: {dropped} of its {number} responses were left out, more than "
-                f"half, see {bad_folder(self.config)}: repair the engine"
-            )
-        if errors and errors + dropped == number:
-            raise AgreedError(
-                f"the rollout of step {step} failed: none of its {errors} responses could be scored by "
-                f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
-            )
-        lap("rollout")
-        return batch
+                write_answers("".join(text or "" for text in answers_of_replicas), self.config, step)
+        num_samples = self.config.evaluation.eval_samples
+        names = self.config.data.eval_names
+        sums = self.broadcast.value(None if graded is None else sums_by_name(graded, num_samples, names))
+        return metrics_of(all_reduce_sum(sums.to(self.config.launch.device), self.groups.dp), num_samples, names)
 
     def data_metrics(self, step: int) -> dict[str, float]:
         """Metrics of ``--prompt-data``'s use up to and with the batch that starts at ``step``; empty without it."""
         if self.config.rollouts.load_rollouts or not isinstance(self.task, PromptData):
             return {}
-        batches = step // self.config.updates_per_rollout + 1
-        return self.task.metrics(batches * self.config.rollouts.grpo_prompts_per_step)
+        num_batches = step // self.config.updates_per_rollout + 1
+        return self.task.metrics(num_batches * self.config.rollouts.grpo_prompts_per_step)
 
-    def _start(self, engine: RolloutEngine | None) -> None:
-        """Make this replica's sampler, or its reader of recorded rollouts."""
-        config, rollouts = self.config, self.config.rollouts
-        if rollouts.load_rollouts:
-            self.recorded = RecordedRollouts(
-                rollouts.load_rollouts, config.training.seq_length, rollouts.sequences, rollouts.grpo_prompts_per_step
-            )
-            return
-        self.engine = engine or self._default_engine()
-        self.sampler = RolloutSampler(config, self.task, self.engine, self.replica, self.open_rollouts)
+    def unscored_in_words(self) -> str:
+        """Sentence about the run's responses that could not be scored, equal on all ranks; empty if there are none."""
+        if not self._num_unscored:
+            return ""
+        return (
+            f"{self._num_unscored} of {self._num_responses} responses could not be scored, see "
+            f"{errors_file(self.config)}"
+        )
+
+    def close(self) -> None:
+        """End the sampling, the scoring processes and the engine. Collectives: none."""
+        if self.sampler is not None:
+            self.sampler.close()
+        self.scheduler.close()
+        self.publisher.close()
+        try:
+            getattr(self.engine, "close", lambda: None)()
+        except Exception as problem:  # must not hide the error that ended the run
+            _log.error("the rollout engine did not end cleanly: %s", problem)
+        self.work.close()
+
+    def _obtain(self, step: int) -> SampledBatch:
+        """Sample or read this replica's records; may run on a thread, see :class:`RolloutScheduler`."""
+        if self.recorded is None:
+            return cast(RolloutSampler, self.sampler).sample(step)
+        index = step // self.config.updates_per_rollout
+        return SampledBatch(self.recorded.read_for(self.config, index, self.replica))
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
         """Check the records, write them if ``--save-rollouts`` is given, and sort the kept tokens for the trainer."""
         batch = sampled.batch
-        rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
+        rollouts = self.config.rollouts
         batch.validate(
             vocab_size=self.config.model.vocab_size,
             allow_truncated_sampling=rollouts.allow_truncated_sampling,
@@ -299,35 +245,46 @@ class RolloutCollector:
                 "kept (support_ids): record them, sample from all tokens, or give --allow-truncated-sampling"
             )
         if rollouts.rollout_staleness is not None:
-            # A run that resumes inside a recorded batch reads all of it again.
-            begun = step if self.recorded is None else step // updates * updates
-            check_versions(batch, begun, rollouts.rollout_staleness)
+            first_step = step
+            if self.recorded is not None:
+                # A run that resumes inside a recorded batch reads all of it again.
+                first_step = step // self.config.updates_per_rollout * self.config.updates_per_rollout
+            check_versions(batch, first_step, rollouts.rollout_staleness)
         if rollouts.save_rollouts:
             write_rollouts(batch, rollouts.save_rollouts, step, self.replica)
         return dataclasses.replace(sampled, batch=batch.with_sorted_support())
 
-    def _obtain(self, step: int) -> SampledBatch:
-        """Sample or read this replica's records; may run on a prefetching thread."""
-        config = self.config
-        if self.recorded is None:
-            return cast(RolloutSampler, self.sampler).sample(step)
-        batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
-        self._check_sampling(batch.sampling)
-        check_split_rollouts(batch, config)
-        return SampledBatch(batch)
+    def _check_scores(self, step: int) -> None:
+        """Raise RunError if no response of the batch has a score, or more than half were dropped."""
+        num_responses = self.config.rollouts.sequences
+        num_errors = int(self.reward_metrics.get("reward/errors", 0))
+        num_dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
+        if 2 * num_dropped > num_responses:
+            raise RunError(
+                f"the rollout of step {step} failed: {num_dropped} of its {num_responses} responses were left out, "
+                f"more than half, see {bad_folder(self.config)}: repair the engine"
+            )
+        if num_errors and num_errors + num_dropped == num_responses:
+            raise RunError(
+                f"the rollout of step {step} failed: none of its {num_errors} responses could be scored by "
+                f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
+            )
 
-    def _check_sampling(self, recorded: SamplingParams) -> None:
-        """Check that records were sampled as the flags say, for the trainer computes the same distribution."""
-        flags = {"temperature": "rl-default-temperature"}
-        if not self.config.rollouts.allow_truncated_sampling:
-            flags |= {name: f"rollout-{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p")}
-        for name, flag in flags.items():
-            was, now = getattr(recorded, name), getattr(self.sampling, name)
-            if was != now:
-                raise ValueError(
-                    f"the rollouts in {self.config.rollouts.load_rollouts} were sampled at {name} {was}, --{flag} is "
-                    f"{now}: set it alike"
-                )
 
-    def _default_engine(self) -> RolloutEngine:
-        return make_engine(self.config, self.task.text, self.replica)
+def check_versions(batch: RolloutBatch, step: int, limit: int) -> None:
+    """Raise ValueError for tokens whose weights are newer than ``step``, or more than ``limit`` steps older."""
+    versions = batch.policy_versions.long()
+    is_wrong = batch.response_mask & ((versions > step) | (versions < step - limit))
+    if not is_wrong.any():
+        return
+    row, token = is_wrong.nonzero()[0].tolist()
+    version = int(versions[row, token])
+    where = f"sample {int(batch.sample_ids[row])}, token {token} was sampled by weights of version {version}"
+    if version > step:
+        raise ValueError(
+            f"{where}, newer than the trainer's at step {step}: rollouts of another run or program count other steps, "
+            "leave --rollout-staleness out"
+        )
+    raise ValueError(
+        f"{where}, {step - version} steps behind the trainer at step {step}: --rollout-staleness allows {limit}"
+    )

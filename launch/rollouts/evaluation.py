@@ -24,10 +24,10 @@ Value = TypeVar("Value")
 # A response with at least this reward is right.
 RIGHT = 1.0
 FOLDER = "eval"
-# Parts of the metrics' names: eval/exact_match of all problems, eval/<name>/exact_match of a file's.
-_ALL = "eval/"
-_RIGHT = "exact_match"
-_PASS = "pass@"
+# Parts of the metrics' names: eval/exact_match and eval/pass@<k> of all problems, eval/<name>/… of one file's.
+_PREFIX = "eval/"
+_EXACT_MATCH = "exact_match"
+_PASS_AT = "pass@"
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,26 @@ def sums_by_name(graded: Sequence[Graded], samples: int, names: Sequence[str]) -
 
 def metrics_of(sums: Tensor, samples: int, names: Sequence[str] = ()) -> dict[str, float]:
     """Metrics of an evaluation, of all problems and of each named file, from :func:`sums_by_name` of all replicas."""
-    prefixes = [_ALL, *(f"{_ALL}{name}/" for name in names)]
+    prefixes = [_PREFIX, *(f"{_PREFIX}{name}/" for name in names)]
     metrics = {}
     for prefix, row in zip(prefixes, sums.tolist(), strict=True):
         problems, rewards, errors, *passed = row
-        shares = {f"{prefix}{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
+        shares = {f"{prefix}{_PASS_AT}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
         metrics[f"{prefix}reward"] = rewards / (problems * samples)
-        metrics[f"{prefix}{_RIGHT}"] = shares[f"{prefix}{_PASS}1"]
+        metrics[f"{prefix}{_EXACT_MATCH}"] = shares[f"{prefix}{_PASS_AT}1"]
         metrics |= shares
         metrics[f"{prefix}reward_errors"] = errors
     return metrics
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
-    """Return one line about an evaluation for the terminal."""
-    prefix = f"{_ALL}{_PASS}"
-    passed = {int(name.removeprefix(prefix)): share for name, share in metrics.items() if name.startswith(prefix)}
-    most_tries = max(passed)
-    line = f"held out: {metrics[f'{_ALL}{_RIGHT}']:.1%} right"
+    """Return a line for the terminal: share of right answers, pass@k of the largest k, and each file's share."""
+    prefix = f"{_PREFIX}{_PASS_AT}"
+    pass_at = {int(name.removeprefix(prefix)): share for name, share in metrics.items() if name.startswith(prefix)}
+    most_tries = max(pass_at)
+    line = f"held out: {metrics[f'{_PREFIX}{_EXACT_MATCH}']:.1%} right"
     if most_tries > 1:
-        line += f", {passed[most_tries]:.1%} in {most_tries} tries"
+        line += f", {pass_at[most_tries]:.1%} in {most_tries} tries"
     shares_of_files = [f"{name} {share:.1%}" for name, share in right_by_name(metrics).items()]
     if shares_of_files:
         line += f" ({', '.join(shares_of_files)})"
@@ -109,22 +109,23 @@ def in_words(metrics: Mapping[str, float]) -> str:
 
 
 def right_by_name(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values of the metrics ``eval/<name>/exact_match`` by the names of files."""
-    pattern = re.compile(f"{_ALL}(.+)/{_RIGHT}")
+    """Return the value of each metric ``eval/<name>/exact_match``, by the name of the file."""
+    pattern = re.compile(f"{_PREFIX}(.+)/{_EXACT_MATCH}")
     matches = ((pattern.fullmatch(metric), value) for metric, value in metrics.items())
     return {match[1]: value for match, value in matches if match}
 
 
 def share_of(config: RunConfig, replica: int) -> range:
     """Numbers of the held-out problems of a data-parallel replica."""
-    number, replicas = config.evaluation.eval_problems, config.data_parallel_size
-    return range(number * replica // replicas, number * (replica + 1) // replicas)
+    num_problems = config.evaluation.eval_problems
+    replicas = config.data_parallel_size
+    return range(num_problems * replica // replicas, num_problems * (replica + 1) // replicas)
 
 
 def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str:
     """JSON lines: the first response to each problem of this replica among the first ``--eval-answers`` problems."""
-    wanted = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
-    return "".join(json.dumps(_line(one), default=str) + "\n" for one in graded[:wanted])
+    num_lines = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
+    return "".join(json.dumps(_line(problem), default=str) + "\n" for problem in graded[:num_lines])
 
 
 def write_answers(lines: str, config: RunConfig, step: int) -> None:

@@ -28,7 +28,8 @@ class OpenRollouts:
     """
 
     def __init__(self, config: RunConfig, replica: int | None) -> None:
-        self.config, self.replica = config, replica
+        self.config = config
+        self.replica = replica
         self._calls: dict[_Call, Progress] = {}
         self._lock = threading.Lock()  # of the calls: threads sample while the trainer saves
 
@@ -42,28 +43,34 @@ class OpenRollouts:
         ends: ResponseEnds,
     ) -> Progress:
         """Responses of one call for the batch that begins at ``step``, those of a checkpoint included."""
-        call = self._number(step), seed
-        found = Progress(call[0], [list(prompt) for prompt in prompts], sampling, {})
-        asked = dict(enumerate(found.prompts))
+        number = self._number(step)
+        progress = Progress(number, [list(prompt) for prompt in prompts], sampling, {})
+        prompts_by_index = dict(enumerate(progress.prompts))
         with self._lock:
-            loaded = self._calls.get(call, found)
-            self._calls[call] = found
-            for index, sample in loaded.samples.items() if loaded.sampling == sampling else ():
-                if asked.get(index) == loaded.prompts[index] and self._fits(sample, step, longest, ends):
-                    found.samples[index] = sample
-        return found
+            loaded = self._calls.get((number, seed))
+            self._calls[number, seed] = progress
+            if loaded is None or loaded.sampling != sampling:
+                return progress
+            for index, sample in loaded.samples.items():
+                is_same_prompt = prompts_by_index.get(index) == loaded.prompts[index]
+                if is_same_prompt and self._fits(sample, step, longest, ends):
+                    progress.samples[index] = sample
+        return progress
 
     def forget_before(self, step: int) -> None:
         """Forget the batches that begin before ``step``: they were trained on."""
         with self._lock:
-            self._calls = {call: one for call, one in self._calls.items() if call[0] >= self._number(step)}
+            first = self._number(step)
+            self._calls = {call: progress for call, progress in self._calls.items() if call[0] >= first}
 
     def save(self, folder: Path, step: int) -> None:
         """Write the responses of batches that have steps after ``step`` into the folder of a checkpoint, or OSError."""
         with self._lock:
-            held = dict(self._calls)
-        for (number, seed), one in held.items():
-            batch = self._batch(one) if number >= self._number(step) else None
+            calls = dict(self._calls)
+        for (number, seed), progress in calls.items():
+            if number < self._number(step):
+                continue
+            batch = self._batch(progress)
             if batch is not None:
                 save_rollouts(batch, folder / f"{FILES}{self.replica:04d}-{number}-{seed}.safetensors")
 
@@ -85,7 +92,8 @@ class OpenRollouts:
 
     def _fits(self, sample: Sample, step: int, longest: int, ends: ResponseEnds) -> bool:
         """Whether the flags would give this response now: the resumed run may have others."""
-        length, end = len(sample.token_ids), ends.length_of(sample.token_ids)
+        length = len(sample.token_ids)
+        end = ends.length_of(sample.token_ids)
         is_whole = end == length if end is not None else length == longest
         is_fresh = min(sample.versions or ()) >= step - (self.config.rollouts.rollout_staleness or 0)
         return is_whole and length <= longest and is_fresh

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 
 _log = logging.getLogger("megatron_rc")
 _NAME = re.compile(r"step-(\d{7})-replica-(\d{4})\.safetensors")
@@ -36,8 +36,9 @@ def add_log_probs(folder: str | Path, step: int, replica: int, log_probs: Mappin
     """Write the trainer's log-probs, [n, s] in token positions, into the file that :func:`write_rollouts` wrote."""
     path = _path(folder, step, replica)
     batch = load_rollouts(path)
-    fitting: dict[str, Any] = {name: values[:, : batch.tokens.shape[1]] for name, values in log_probs.items()}
-    save_rollouts(dataclasses.replace(batch, **fitting), path)
+    length = batch.tokens.shape[1]
+    fields: dict[str, Any] = {name: values[:, :length] for name, values in log_probs.items()}
+    save_rollouts(dataclasses.replace(batch, **fields), path)
 
 
 def _path(folder: str | Path, step: int, replica: int) -> Path:
@@ -46,41 +47,46 @@ def _path(folder: str | Path, step: int, replica: int) -> Path:
 
 def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
     """Files of each complete rollout batch, in the order of steps and replicas; ValueError if there is none."""
-    found = _found(folder)
-    replicas = range(1 + max(replica for files in found.values() for replica in files))
-    whole = {step: [files[one] for one in replicas] for step, files in found.items() if len(files) == len(replicas)}
-    if not whole:
+    files_of_steps = _files_of_steps(folder)
+    num_replicas = 1 + max(replica for files in files_of_steps.values() for replica in files)
+    complete = {}
+    for step, files in files_of_steps.items():
+        if len(files) == num_replicas:
+            complete[step] = [files[replica] for replica in range(num_replicas)]
+    if not complete:
         raise ValueError(
-            f"{folder} has no complete rollout batch: every batch lacks files of the {len(replicas)} replicas"
+            f"{folder} has no complete rollout batch: every batch lacks files of the {num_replicas} replicas"
         )
-    return whole
+    return complete
 
 
-def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
+def _files_of_steps(folder: str | Path) -> dict[int, dict[int, Path]]:
     """Record files by step and replica, in the order of steps."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder")
-    found: dict[int, dict[int, Path]] = defaultdict(dict)
+    files: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in sorted(Path(folder).glob("*.safetensors")):
         if match := _NAME.fullmatch(path.name):
-            found[int(match[1])][int(match[2])] = path
-    if not found:
+            files[int(match[1])][int(match[2])] = path
+    if not files:
         raise ValueError(f"{folder} holds no rollouts (step-<step>-replica-<replica>.safetensors)")
-    return found
+    return files
 
 
 class RecordedRollouts:
     """Reads the rollout batches of a folder; the numbers of sequences and prompts are over all replicas."""
 
     def __init__(self, folder: str | Path, length: int, sequences: int, prompts: int) -> None:
-        whole = find_rollouts(folder)
-        self.files = list(whole.values())
+        complete = find_rollouts(folder)
+        self.files = list(complete.values())
         # The run that wrote them failed or was killed at these steps.
-        missing = ", ".join(str(step) for step in _found(folder) if step not in whole)
-        if missing:
+        skipped = ", ".join(str(step) for step in _files_of_steps(folder) if step not in complete)
+        if skipped:
             words = "--load-rollouts %s: skipped steps %s, because files of some replicas are missing"
-            _log.warning(words, folder, missing)
-        self.length, self.sequences, self.prompts = length, sequences, prompts
+            _log.warning(words, folder, skipped)
+        self.length = length
+        self.sequences = sequences
+        self.prompts = prompts
 
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:
         """One replica's share of the ``index``-th rollout batch: whole groups, in the order of the records.
@@ -93,11 +99,11 @@ class RecordedRollouts:
             raise ValueError(f"{paths[0].parent}: no response of the batch of {paths[0].name} has a token: remove it")
         # Some sources number their prompts on from batch to batch; here group ids start at 0 in each batch.
         names, group_ids = batch.group_ids.unique(return_inverse=True)
-        found = batch.num_sequences, len(names)
-        if found != (self.sequences, self.prompts) or (group_ids.diff() < 0).any():
+        has_sizes = batch.num_sequences == self.sequences and len(names) == self.prompts
+        if not has_sizes or (group_ids.diff() < 0).any():
             raise ValueError(
-                f"{paths[0].parent}: the batch of {paths[0].name} has {found[0]} sequences, the flags ask for "
-                f"{self.sequences}, of {self.prompts} prompts one after the other ({found[1]} found): give the "
+                f"{paths[0].parent}: the batch of {paths[0].name} has {batch.num_sequences} sequences, the flags ask "
+                f"for {self.sequences}, of {self.prompts} prompts one after the other ({len(names)} found): give the "
                 "--grpo-prompts-per-step and --grpo-group-size that wrote it"
             )
         try:
@@ -107,8 +113,30 @@ class RecordedRollouts:
         share = self.sequences // replicas
         return batch.rows(slice(replica * share, (replica + 1) * share))
 
+    def read_for(self, config: RunConfig, index: int, replica: int) -> RolloutBatch:
+        """:meth:`read`, for a run with this configuration; ValueError if the run cannot train on the records."""
+        batch = self.read(index, replica, config.data_parallel_size)
+        _check_sampling(batch.sampling, config)
+        _check_split_rollouts(batch, config)
+        return batch
 
-def check_split_rollouts(batch: RolloutBatch, config: RunConfig) -> None:
+
+def _check_sampling(recorded: SamplingParams, config: RunConfig) -> None:
+    """Check that records were sampled as the flags say, for the trainer computes the same distribution."""
+    flags = {"temperature": "rl-default-temperature"}
+    if not config.rollouts.allow_truncated_sampling:
+        flags |= {"top_p": "rollout-top-p", "top_k": "rollout-top-k", "min_p": "rollout-min-p"}
+    for name, flag in flags.items():
+        was = getattr(recorded, name)
+        now = getattr(config.rollouts.sampling, name)
+        if was != now:
+            raise ValueError(
+                f"the rollouts in {config.rollouts.load_rollouts} were sampled at {name} {was}, --{flag} is {now}: "
+                "set it alike"
+            )
+
+
+def _check_split_rollouts(batch: RolloutBatch, config: RunConfig) -> None:
     """Check that a run can train on rollouts of several rows; ValueError names the flag that counts each row."""
     if not batch.has_split_rollouts:
         return

@@ -132,7 +132,8 @@ class ExpertsBroadcast:
     """Sends a replica's routed experts from its first rank to all; every rank gets the layers of its own stage."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         layers = [layer for layer, has_experts in enumerate(config.layers_with_experts) if has_experts]
         stages = range(config.parallel.pipeline_model_parallel_size)
         # For each stage, the places of its layers among the layers with experts.
@@ -143,13 +144,15 @@ class ExpertsBroadcast:
 
         Collectives: a scatter over PP from the first rank, a broadcast over the TP×CP ranks of each stage.
         """
-        groups, most = self.groups, max(map(len, self._places))
-        shape = (rows, length, most, experts_of(self.config).moe_router_topk)
-        own = torch.zeros(shape, dtype=torch.int16, device=self.config.launch.device)
+        groups = self.groups
+        most_layers = max(map(len, self._places))
+        shape = (rows, length, most_layers, experts_of(self.config).moe_router_topk)
+        of_stage = torch.zeros(shape, dtype=torch.int16, device=self.config.launch.device)
         if group_rank(groups.tp) == group_rank(groups.cp) == 0:
-            own = self._scattered(own, None if batch is None else self._of_stages(batch, most))
+            parts = None if batch is None else self._of_stages(batch, most_layers)
+            of_stage = self._scattered(of_stage, parts)
         # Neither gloo nor NCCL sends int16.
-        sent = broadcast(own.view(torch.uint8), 0, parallel_state.get_tensor_and_context_parallel_group())
+        sent = broadcast(of_stage.view(torch.uint8), 0, parallel_state.get_tensor_and_context_parallel_group())
         return sent.view(torch.int16)[:, :, : len(self._places[group_rank(groups.pp)])]
 
     def _of_stages(self, batch: RolloutBatch, most: int) -> Sequence[Tensor]:

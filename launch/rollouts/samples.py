@@ -24,8 +24,10 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
 
-BAD_FOLDER, SAMPLES_FILE = "bad", "samples.jsonl"
-_DROPPED, _CUT_OFF = FINISH_REASONS.index("abort"), FINISH_REASONS.index("length")
+BAD_FOLDER = "bad"
+SAMPLES_FILE = "samples.jsonl"
+_DROPPED = FINISH_REASONS.index("abort")
+_CUT_OFF = FINISH_REASONS.index("length")
 # Added to the number of a retry, so that no other request has its seed.
 _TRIES_FROM = 1 << 32
 
@@ -45,13 +47,16 @@ class GoodSamples:
         replica: int,
         open_rollouts: OpenRollouts | None = None,
     ) -> None:
-        self.config, self.engine, self.replica = config, engine, replica
-        self.ends, self.open_rollouts = ends, open_rollouts
+        self.config = config
+        self.engine = engine
+        self.replica = replica
+        self.ends = ends
+        self.open_rollouts = open_rollouts
         self.policy = config.guards.bad_samples
         self._counts = threading.local()  # with --rl-partial-rollouts several threads sample and evaluate
         self.file = bad_folder(config) / SAMPLES_FILE
-        engines = config.engine.rollout_url
-        self.name = engines.split(",")[replica] if engines else f"--rollout-engine {config.engine.rollout_engine}"
+        urls = config.engine.rollout_url
+        self.name = urls.split(",")[replica] if urls else f"--rollout-engine {config.engine.rollout_engine}"
 
     def __call__(
         self,
@@ -68,21 +73,33 @@ class GoodSamples:
         Raises EngineError if a response is bad, with ``--bad-samples stop``.
         """
         samples = self._ask(prompts, params, longest, seed, step)
-        tries = self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
-        for number in range(tries + 1):
-            found = {index: self.fault_of(one, longest, index) for index, one in enumerate(samples)}
-            faults = {index: fault for index, fault in found.items() if fault is not None}
-            if faults and self.policy == "stop":
-                raise EngineError(next(iter(faults.values())))
-            self._write(faults, prompts, samples, number)
-            self._counts.bad = self.bad + len(faults)
-            if number == tries or not faults:
+        faults = self._faults(samples, longest)
+        if faults and self.policy == "stop":
+            raise EngineError(next(iter(faults.values())))
+        self._count_and_write(faults, prompts, samples, 1)
+
+        retries = self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
+        for number in range(retries):
+            if not faults:
                 break
             seed_of_try = derive_seed(seed, _TRIES_FROM + number)
             again = self._ask([prompts[index] for index in faults], params, longest, seed_of_try, step)
             for index, sample in zip(faults, again, strict=True):
                 samples[index] = sample
-        return [Sample([], [], "abort") if index in faults else one for index, one in enumerate(samples)]
+            faults = self._faults(samples, longest)
+            self._count_and_write(faults, prompts, samples, number + 2)
+        for index in faults:
+            samples[index] = Sample([], [], "abort")
+        return samples
+
+    def _faults(self, samples: Sequence[Sample], longest: int) -> dict[int, str]:
+        """Error messages of the bad responses, by their index."""
+        faults = {}
+        for index, sample in enumerate(samples):
+            fault = self.fault_of(sample, longest, index)
+            if fault is not None:
+                faults[index] = fault
+        return faults
 
     def _ask(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, longest: int, seed: int, step: int | None
@@ -98,8 +115,12 @@ class GoodSamples:
         return getattr(self._counts, "bad", 0)
 
     def fault_of(self, sample: Sample, longest: int, index: int) -> str | None:
-        """Error message if the response to a prompt is bad."""
-        where, vocabulary = f"{self.name}, prompt {index}:", self.config.model.vocab_size
+        """Return an error message if the response to prompt number ``index`` is bad; None if it is good.
+
+        ``longest`` is the number of tokens that were asked for.
+        """
+        where = f"{self.name}, prompt {index}:"
+        vocabulary = self.config.model.vocab_size
         if not sample.token_ids:
             return f"{where} the response is empty, expected at least one token"
         if len(sample.token_ids) > longest:
@@ -114,23 +135,34 @@ class GoodSamples:
                     "do the engine and the trainer use the same tokenizer?"
                 )
         if self.config.correction.bad_log_probs != "error":
+            return None  # the correction rejects bad log-probs by itself
+        if sample.fault:
+            return sample.fault
+        # With "stop", the check of the whole rollout batch finds bad log-probs later, and names the sample.
+        if self.policy == "stop":
             return None
-        # With "stop", the check of the whole record names the sample.
-        return sample.fault or (None if self.policy == "stop" else fault_in_log_probs(sample.log_probs, where))
+        return fault_in_log_probs(sample.log_probs, where)
 
-    def _write(
-        self, faults: dict[int, str], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], number: int
+    def _count_and_write(
+        self, faults: dict[int, str], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], attempt: int
     ) -> None:
-        """Append a line for each bad response to the run's ``bad/samples.jsonl``."""
+        """Count the bad responses, and append a line for each to the run's ``bad/samples.jsonl``."""
+        self._counts.bad = self.bad + len(faults)
         if not faults:
             return
         lines = []
         for index, fault in faults.items():
+            sample = samples[index]
             line = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                **{"replica": self.replica, "index": index, "try": number + 1, "error": fault},
-                **{"weights": self.engine.version, "prompt": list(prompts[index]), "tokens": samples[index].token_ids},
-                "log_probs": [value if math.isfinite(value) else str(value) for value in samples[index].log_probs],
+                "replica": self.replica,
+                "index": index,
+                "try": attempt,
+                "error": fault,
+                "weights": self.engine.version,
+                "prompt": list(prompts[index]),
+                "tokens": sample.token_ids,
+                "log_probs": [value if math.isfinite(value) else str(value) for value in sample.log_probs],
             }
             lines.append(json.dumps(line) + "\n")
         try:
@@ -158,5 +190,5 @@ def without_overlong(batch: RolloutBatch) -> RolloutBatch:
 
     Their rewards stay, so the baselines of the other responses do not change.
     """
-    kept = (batch.finish_reasons != _CUT_OFF).unsqueeze(1)
-    return dataclasses.replace(batch, response_mask=torch.where(kept, batch.response_mask, False))
+    is_whole = (batch.finish_reasons != _CUT_OFF).unsqueeze(1)
+    return dataclasses.replace(batch, response_mask=torch.where(is_whole, batch.response_mask, False))

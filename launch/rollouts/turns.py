@@ -59,20 +59,20 @@ class Conversation:
     @property
     def turn_rewards(self) -> list[float]:
         """For each sampled token the reward of its turn, if it ends an earlier turn and no reply failed, else 0."""
-        found: list[float] = []
+        of_tokens: list[float] = []
         for number, turn in enumerate(self.turns):
             is_early = number + 1 < len(self.turns) and self.failed is None
-            found += [0.0] * (len(turn.token_ids) - 1) + [self.rewards[number] if is_early else 0.0]
-        return found
+            of_tokens += [0.0] * (len(turn.token_ids) - 1)
+            of_tokens.append(self.rewards[number] if is_early else 0.0)
+        return of_tokens
 
     @property
     def support(self) -> tuple[Tensor, Tensor] | None:
         """(ids, counts) of the kept tokens, see :class:`Sample`; None if a turn has none."""
-        known = [turn.support for turn in self.turns if turn.support is not None]
-        if not known or len(known) < len(self.turns):
+        supports = [turn.support for turn in self.turns if turn.support is not None]
+        if not supports or len(supports) < len(self.turns):
             return None
-        ids, counts = zip(*known, strict=True)
-        return torch.cat(ids), torch.cat(counts)
+        return torch.cat([ids for ids, _ in supports]), torch.cat([counts for _, counts in supports])
 
     @property
     def routed_experts(self) -> Tensor | None:
@@ -81,13 +81,15 @@ class Conversation:
         Each turn reads the whole text before it again. A token that was read while its turn was sampled keeps these
         experts, because they made the log-probs; later readings add the tokens that came after.
         """
-        found: Tensor | None = None
+        experts: Tensor | None = None
         for turn in self.turns:
             if turn.routed_experts is None:
                 return None
-            new = turn.routed_experts
-            found = new if found is None else torch.cat([found, new[len(found) :]])
-        return found
+            if experts is None:
+                experts = turn.routed_experts
+            else:
+                experts = torch.cat([experts, turn.routed_experts[len(experts) :]])
+        return experts
 
     @property
     def finish_reason(self) -> str:
@@ -122,21 +124,29 @@ class Conversation:
         """
         if outcome.failure is not None:
             return replace(self, failed=outcome)
-        rewarded, given = replace(self, rewards=(*self.rewards, outcome.reward)), outcome.observation
-        if room is None or given is None:
+        rewarded = replace(self, rewards=(*self.rewards, outcome.reward))
+        observation = outcome.observation
+        if room is None or observation is None:
             return rewarded
-        if isinstance(given, str):
-            raise TypeError(f"the observation {given!r:.40} is a text: give its token ids")
-        if len(self.prompt) + len(self.token_ids) + len(given) > room:
+        if isinstance(observation, str):
+            raise TypeError(f"the observation {observation!r:.40} is a text: give its token ids")
+        if len(self.prompt) + len(self.token_ids) + len(observation) > room:
             return replace(rewarded, is_cut=True)
-        return replace(rewarded, observations=(*self.observations, given))
+        return replace(rewarded, observations=(*self.observations, observation))
 
     @property
     def _parts(self) -> list[tuple[list[int], bool]]:
         """Token ids of turns and observations in their order, and whether they were sampled."""
-        after = [*self.observations, []][: len(self.turns)]
-        both = zip(self.turns, after, strict=True)
-        return [part for turn, ids in both for part in ((turn.token_ids, True), (ids, False))]
+        parts: list[tuple[list[int], bool]] = []
+        for number, turn in enumerate(self.turns):
+            parts.append((turn.token_ids, True))
+            if number < len(self.observations):
+                parts.append((self.observations[number], False))
+        return parts
+
+
+# Replies to conversations, whose indices among the prompts come first.
+Reply = Callable[[list[int], list[Conversation]], list[Outcome]]
 
 
 def converse(
@@ -144,8 +154,8 @@ def converse(
     ask: Callable[[list[list[int]], int], list[Sample]],
     seed: int,
     *,
-    reply: Callable[[list[int], list[Conversation]], list[Outcome]] | None = None,
-    most: int = 1,
+    reply: Reply | None = None,
+    max_turns: int = 1,
     room: int = 0,
 ) -> list[Conversation]:
     """Converse until every conversation is over; all that go on are asked together, and replied to together.
@@ -154,24 +164,28 @@ def converse(
         prompts: token ids.
         ask: samples a turn after each of some texts, with a seed.
         seed: seed of the first turns; later ones have others, which follow from it.
-        reply: replies to conversations, whose places among the prompts come first; None: of one turn each.
-        most: most turns of a conversation.
+        reply: None: conversations of one turn each.
+        max_turns: most turns of a conversation.
         room: tokens that a text may have before a turn.
     """
-    found = [Conversation(list(prompt)) for prompt in prompts]
-    going = list(range(len(found)))
-    for number in range(most):
-        texts = [found[place].prompt + found[place].token_ids for place in going]
-        samples = ask(texts, derive_seed(seed, _TURNS_FROM + number) if number else seed)
-        for place, sample in zip(going, samples, strict=True):
-            found[place] = found[place].with_turn(sample)
-        going = [place for place in going if found[place].finish_reason == "stop"]
-        if reply is None or not going:
+    conversations = [Conversation(list(prompt)) for prompt in prompts]
+    open_indices = list(range(len(conversations)))
+    for number in range(max_turns):
+        texts = [conversations[index].prompt + conversations[index].token_ids for index in open_indices]
+        seed_of_turn = derive_seed(seed, _TURNS_FROM + number) if number else seed
+        samples = ask(texts, seed_of_turn)
+        for index, sample in zip(open_indices, samples, strict=True):
+            conversations[index] = conversations[index].with_turn(sample)
+        # A turn that was cut off or dropped gets no reply.
+        open_indices = [index for index in open_indices if conversations[index].finish_reason == "stop"]
+        if reply is None or not open_indices:
             break
-        outcomes = reply(going, [found[place] for place in going])
-        for place, outcome in zip(going, outcomes, strict=True):
-            found[place] = found[place].with_reply(outcome, room if number + 1 < most else None)
-        going = [place for place in going if found[place].goes_on]
-        if not going:
+
+        outcomes = reply(open_indices, [conversations[index] for index in open_indices])
+        is_last = number + 1 == max_turns
+        for index, outcome in zip(open_indices, outcomes, strict=True):
+            conversations[index] = conversations[index].with_reply(outcome, None if is_last else room)
+        open_indices = [index for index in open_indices if conversations[index].goes_on]
+        if not open_indices:
             break
-    return found
+    return conversations

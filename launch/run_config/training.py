@@ -190,7 +190,7 @@ class CheckpointSection(Section):
     save: str | None = option("folder that checkpoints are written to; default: none is written", metavar="DIR")
     save_interval: int | None = option("optimizer steps between checkpoints; default: one at the end")
     ckpt_format: Literal["torch_dist"] = option("format of checkpoints", default="torch_dist")
-    async_save: bool = option("write checkpoints in a process of their own while training goes on")
+    async_save: bool = option("write checkpoints in the background while training goes on")
     keep_last: int | None = option("newest checkpoints to keep; older ones are removed; default: all")
     save_retain_interval: int | None = option(
         "keep checkpoints at multiples of this many steps and the newest --keep-last (1 if not given); remove others"
@@ -221,7 +221,6 @@ class CheckpointSection(Section):
     no_save_optim: bool = option("leave the optimizer out of checkpoints")
     no_load_optim: bool = option("do not load the optimizer of --load")
     verify_integrity: bool = option("compare every file of --load with its checksum before it is read", default=True)
-    load_last_valid: bool = option("if the newest checkpoint of --load is damaged, load the newest undamaged one")
     override_opt_param_scheduler: bool = option(
         "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's"
     )

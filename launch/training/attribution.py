@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +16,18 @@ from torch import Tensor
 from megatron_rc.attribution import Attribution, attribute, megatron_shards
 from megatron_rc.attribution.midpoint import EngineWeights
 from megatron_rc.attribution.names import place_of
+from megatron_rc.attribution.picture import write_picture
 from megatron_rc.launch.engines.rounding import round_weight
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens
-from megatron_rc.launch.training.checkpoints.host_weights import HostWeights
-from megatron_rc.launch.training.models.build import host_copy, unwrap
-from megatron_rc.launch.training.models.chunk import ModelChunk
+from megatron_rc.launch.training.models.build import unwrap
 from megatron_rc.launch.training.models.passes import ModelPasses, Scoring
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.collectives import all_reduce_max
 from megatron_rc.parallel.groups import group_rank
 
+PICTURE = "attribution.png"
 # Functions of Megatron's config that would reduce gradients, gather weights or scale the loss.
 _HOOKS = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func")
 # Kinds of parameters whose matrices are linear layers.
@@ -105,7 +106,7 @@ def attribute_batch(
             replay.metrics()
 
 
-def rounded_weights(model: Sequence[Any], dtype: str) -> EngineWeights:
+def rounded_weights(model: Sequence[Any], dtype: str) -> Callable[[str, Tensor], Tensor]:
     """The engine's shards if its weights are the trainer's, rounded by the launcher to ``dtype`` (``--rollout-dtype``).
 
     Collectives of the returned function: for the weight of a linear layer whose columns are split over TP ranks, one
@@ -129,21 +130,14 @@ def rounded_weights(model: Sequence[Any], dtype: str) -> EngineWeights:
     return rounded
 
 
-def read_engine_weights(
-    config: RunConfig, chunks: Sequence[ModelChunk], read: Callable[[Sequence[ModelChunk]], object]
-) -> EngineWeights:
-    """The engine's shards from a directory or a checkpoint, in host memory.
-
-    Args:
-        config: settings of the run.
-        chunks: this rank's models, unwrapped; unchanged afterwards.
-        read: loads the engine's weights into chunks: ``start_from`` with a Hugging Face directory, or ``read_weights``
-            with a folder of checkpoints, both of ``checkpoints/load.py``.
-    """
-    engine = HostWeights("engine", host_copy(config, chunks), version=0)
-    with engine.in_place_of(chunks):
-        read(chunks)
-    return {shard.name: shard.weight for shard in megatron_shards(engine.chunks)}
+def drawn(result: Attribution, config: RunConfig) -> str:
+    """Draw an attribution into the run's folder; return a line with the picture's path, or why there is none."""
+    path = Path(config.launch.runs_dir) / config.launch.run_name / PICTURE
+    try:
+        write_picture(result, path)
+    except (ImportError, OSError) as error:
+        return f"attribution {path} could not be written ({error})"
+    return f"attribution {path}"
 
 
 def _weighted_log_probs(num_micro_batches: int) -> Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.rollouts.samples import bad_folder
@@ -26,9 +27,12 @@ class BadSteps:
     """Prepares batches and makes steps with the trainer, by ``--bad-steps`` and ``--max-skipped-steps``."""
 
     def __init__(self, config: RunConfig, trainer: Trainer, collector: RolloutCollector) -> None:
-        self.config, self.trainer, self.collector = config, trainer, collector
+        self.config = config
+        self.trainer = trainer
+        self.collector = collector
         self.folder = bad_folder(config)
-        self._begun, self._left_out_before = trainer.iteration, trainer.left_out.steps
+        self._begun = trainer.iteration
+        self._left_out_before = trainer.left_out.steps
         self._without_signal = trainer.left_out.without_signal
         self._why = "as before the checkpoint" if trainer.left_out.in_a_row else ""
         loss = config.loss
@@ -53,8 +57,10 @@ class BadSteps:
 
         ``nonzero``: for each mini-batch the share of its responses, over all ranks, that have an advantage.
         """
-        flat = (number for number, share in enumerate(nonzero) if share == 0)
-        return dataclasses.replace(prepared, without_signal=frozenset(flat if self._skips_without_signal else ()))
+        if not self._skips_without_signal:
+            return prepared
+        without_signal = frozenset(number for number, share in enumerate(nonzero) if share == 0)
+        return dataclasses.replace(prepared, without_signal=without_signal)
 
     def update(
         self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
@@ -80,16 +86,28 @@ class BadSteps:
                 self._why = f"scaled gradients were out of float16's range: give {below}"
         return metrics
 
-    def complaint(self, row: Mapping[str, float]) -> str | None:
-        """Error of a run whose steps do not change the model; None if it may go on.
+    def check(self, row: Mapping[str, float]) -> None:
+        """Check that the steps change the model; call this once for each step, made or left out.
 
-        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has the metrics of a
-        step, made or left out; call this once for each step.
+        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has the metrics of
+        the step, equal on all ranks.
+
+        Raises:
+            RunError: on every rank, if they do not.
         """
-        left_out, critic, limit = self.trainer.left_out, self.config.critic, self.config.guards.max_skipped_steps
+        complaint = self._complaint(row)
+        if complaint is not None:
+            raise RunError(complaint)
+
+    def _complaint(self, row: Mapping[str, float]) -> str | None:
+        """Error of a run whose steps do not change the model; None if it may go on."""
+        left_out = self.trainer.left_out
+        critic = self.config.critic
+        limit = self.config.guards.max_skipped_steps
         if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:
             return None
-        was_without_signal, self._without_signal = self._was_without_signal, left_out.without_signal
+        was_without_signal = self._was_without_signal
+        self._without_signal = left_out.without_signal
         if was_without_signal:
             return self._complaint_at_the_end()
         if "grad_norm" not in row:

@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_rc.launch.distributed import failing_together
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.learning import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -51,7 +51,9 @@ class Critic(TrainedModel):
     """
 
     def __init__(self, config: RunConfig, settings: CriticSection, groups: ParallelGroups, passes: ModelPasses) -> None:
-        self.config, self.settings, self.groups = config, settings, groups
+        self.config = config
+        self.settings = settings
+        self.groups = groups
         transformer = build_transformer_config(config)
         transformer.finalize_model_grads_func = finalize_model_grads
         super().__init__(_as_of_the_critic(config, settings), passes, build_chunks(config, transformer, is_critic=True))
@@ -59,7 +61,8 @@ class Critic(TrainedModel):
         self._sums = list[Tensor]()
         self._offloads: list[Offload] = []
         if settings.critic_offload:
-            model, optimizer = self.model, self.optimizer
+            model = self.model
+            optimizer = self.optimizer
             self._offloads.append(Offload(lambda: tensors_of_model(model)))
             self._offloads.append(Offload(lambda: tensors_of_optimizer(optimizer, model)))
 
@@ -77,18 +80,20 @@ class Critic(TrainedModel):
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
         """Load the layers from ``--critic-load-hf``, or copy the policy's; the head keeps its initial weight.
 
-        Raises AgreedError on every rank if the directory does not hold a fitting model.
+        Raises RunError if the directory does not hold a fitting model.
         """
-        own = [_without_head(chunk) for chunk in self.chunks]
+        bodies = [_without_head(chunk) for chunk in self.chunks]
         folder = self.settings.critic_load_hf
         if folder is None:
-            for body, chunk in zip(own, policy, strict=True):
+            for body, chunk in zip(bodies, policy, strict=True):
                 body.load_state_dict(_without_head(chunk).state_dict())
         else:
             tied = self.config.changed(model={"untie_embeddings_and_output_weights": False})
-            with failing_together(self.config, (ValueError,), lambda problem: f"--critic-load-hf: {problem}"):
+            try:
                 check_contents(folder, "--critic-load-hf", tied, self.groups, has_output_layer=False)
-                load_weights(own, tied, self.groups, folder, ExpertGroups.of_megatron())
+                load_weights(bodies, tied, self.groups, folder, ExpertGroups.of_megatron())
+            except ValueError as error:
+                raise RunError(f"--critic-load-hf: {error}") from error
         self.optimizer.reload_model_params()
 
     def score(self, batch: LocalBatch) -> Tensor | None:
@@ -114,13 +119,13 @@ class Critic(TrainedModel):
         Collectives: one SUM of [n] over ``cp``; for three numbers per mini-batch, one SUM over ``dp_cp`` and one
         broadcast over ``pp``.
         """
-        local, number = dataclasses.replace(batch.local, values=values, returns=returns), len(batch.cuts)
-        counted = torch.zeros(number, 3, dtype=torch.float64, device=local.tokens.device)
+        local = dataclasses.replace(batch.local, values=values, returns=returns)
+        counted = torch.zeros(len(batch.cuts), 3, dtype=torch.float64, device=local.tokens.device)
         if self.groups.is_last_stage:
             local, counted = self._planned(local, batch.mini_batch_ids, counted)
-        last = group_size(self.groups.pp) - 1
-        found: list[list[float]] = broadcast(counted, last, self.groups.pp).tolist()
-        return PreparedValues(dataclasses.replace(batch, local=local), found)
+        last_stage = group_size(self.groups.pp) - 1
+        counts_of_mini_batches: list[list[float]] = broadcast(counted, last_stage, self.groups.pp).tolist()
+        return PreparedValues(batch=dataclasses.replace(batch, local=local), counted=counts_of_mini_batches)
 
     def accumulate(self, prepared: PreparedValues, mini_batch: int, step: int) -> dict[str, float] | None:
         """Compute the gradients of one mini-batch into the critic's buffers; return metrics equal on all ranks.
@@ -132,7 +137,9 @@ class Critic(TrainedModel):
         if not having_loss:
             return None
         self._sums.clear()
-        batch, cuts, loss = prepared.batch, prepared.batch.cuts[mini_batch], self.config.loss
+        batch = prepared.batch
+        cuts = batch.cuts[mini_batch]
+        loss = self.config.loss
         counts = torch.tensor([tokens, sequences], dtype=torch.float64, device=batch.local.tokens.device).clamp(min=1)
         scale = LossScale(
             denominator=denominator(loss.aggregation, loss.loss_scale_factor, *counts),
@@ -158,24 +165,25 @@ class Critic(TrainedModel):
 
     def _planned(self, local: LocalTokens, mini_batch_ids: Tensor, counted: Tensor) -> tuple[LocalTokens, Tensor]:
         """The local tokens with the critic's mask, weights and n_i; and the summed counts of each mini-batch."""
-        wanted = self.settings.correct_values
+        correction = self.settings.correct_values
         response = local.response_mask
-        mask = response if wanted == "none" or local.mask is None else local.mask
+        mask = response if correction == "none" or local.mask is None else local.mask
         divides = mask if self.config.correction.rejection_denominator == "accepted" else response
         lengths = all_reduce_sum(local.layout.sum_sequences(divides), self.groups.cp)
         is_first = float(group_rank(self.groups.cp) == 0)
-        here = torch.stack([lengths * is_first, (lengths > 0) * is_first, local.layout.sum_sequences(mask)], 1)
-        counted = counted.index_add(0, mini_batch_ids, here.double())
-        local = dataclasses.replace(
-            local, mask=mask, weights=local.weights if wanted == "weights" else None, sequence_lengths=lengths
+        counts_of_sequences = torch.stack(
+            [lengths * is_first, (lengths > 0) * is_first, local.layout.sum_sequences(mask)], dim=1
         )
+        counted = counted.index_add(0, mini_batch_ids, counts_of_sequences.double())
+        weights = local.weights if correction == "weights" else None
+        local = dataclasses.replace(local, mask=mask, weights=weights, sequence_lengths=lengths)
         return local, all_reduce_sum(counted, self.groups.dp_cp)
 
     def _loss(self, scale: LossScale, chunk: torch.nn.Module, local: LocalTokens, output: Tensor) -> Returned:
         """Loss of a micro-batch on the last stage; local arithmetic, because ``scale`` has all global factors."""
         if local.returns is None or local.mask is None or local.sequence_lengths is None:
             raise ValueError("the critic's loss needs returns, mask and lengths: call prepare() first")
-        found = value_loss(
+        values = value_loss(
             output.reshape(local.layout.shape),
             local.returns,
             local.mask,
@@ -184,9 +192,9 @@ class Critic(TrainedModel):
             weights=local.weights,
         )
         total = loss_sum(
-            found.per_token, local.mask, self.config.loss.aggregation, local.sequence_lengths, local.layout
+            values.per_token, local.mask, self.config.loss.aggregation, local.sequence_lengths, local.layout
         )
-        self._sums.append(torch.cat([found.sums, (total.detach() / scale.denominator).view(1)]))
+        self._sums.append(torch.cat([values.sums, (total.detach() / scale.denominator).view(1)]))
         return schedule_return(total, {"loss": total}, scale, local.mask.numel())
 
     def _metrics(self) -> dict[str, float]:

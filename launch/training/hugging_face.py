@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rc.launch.distributed import failing_together
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
@@ -78,20 +78,20 @@ class HuggingFaceSaves:
         self._written = -1
 
     def __call__(self, at_end: bool = False) -> None:
-        """Write the model if it is due; on every rank, AgreedError if it cannot be written."""
+        """Write the model if it is due; RunError on rank 0 if it cannot be written."""
         files, step = self.config.checkpoints, self.trainer.iteration
         due = at_end or (files.save_hf_interval is not None and step % files.save_hf_interval == 0)
         if files.save_hf is None or not due or step == self._written:
             return
         self._written = step
         weights = export_model(self.trainer.chunks, self.config, self.trainer.groups)
-        with failing_together(self.config, (Exception,), str):
+        if dist.get_rank() == 0:
             try:
-                if dist.get_rank() == 0:
-                    write_directory(hugging_face_folder(files.save_hf, step), self.config, self.text, weights)
-            finally:
-                for _ in weights:  # every rank gathers all of them
-                    pass
+                write_directory(hugging_face_folder(files.save_hf, step), self.config, self.text, weights)
+            except ValueError as error:
+                raise RunError(str(error)) from error
+        for _ in weights:  # every rank gathers all of them
+            pass
 
 
 def _describe(folder: Path, config: RunConfig, text: Text) -> Any:

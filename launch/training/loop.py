@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
+from megatron_rc.attribution import Attribution
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import largest_over_ranks
+from megatron_rc.launch.ending import tell_ending
+from megatron_rc.launch.errors import RunError, one_line
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.attribution import drawn
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
 from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
@@ -37,6 +42,8 @@ from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 
+_log = logging.getLogger("megatron_rc")
+
 
 def train(config: RunConfig, task: Task) -> bool:
     """Run ``--train-iters`` optimizer steps of PPO; process groups must exist.
@@ -45,29 +52,28 @@ def train(config: RunConfig, task: Task) -> bool:
         Whether no step is lost: all are made, or a signal came and the steps so far are in a checkpoint.
 
     Raises:
-        AgreedError: on every rank, if an engine, a reward, a record or the loss failed, log-probs are unusable, the
-            steps change nothing any more, or a condition of ``--stop-if`` holds.
+        RunError: on every rank, if log-probs are unusable, or the steps change nothing any more. On one rank, if its
+            engine, reward, record or file failed. On rank 0, if a condition of ``--stop-if`` held; all have saved then.
         ValueError: on every rank, if the checkpoint does not fit.
     """
-    if config.data.rows_digest is not None:
-        highest, lowest = agree(config, numbers=[config.data.rows_digest, -config.data.rows_digest])
-        if highest != -lowest:
-            raise AgreedError("the files of --prompt-data and --eval-data differ between machines: copy them again")
+    _check_rows(config)
     groups = ParallelGroups.from_megatron()
-    is_first = dist.get_rank() == 0
     with ExitStack() as stack:
         # Lock first: the trainer may restore a checkpoint in --save that a killed run was replacing.
-        agree(config, stack.enter_context(in_use(config)) if is_first else None)
+        if dist.get_rank() == 0:
+            stack.enter_context(in_use(config))
         trainer = Trainer(config, groups)
         _check_start(config, trainer.iteration)
         # Write after all checks, so that a refused run does not replace the settings of the run before it.
-        agree(config, write_settings(config) if is_first else None)
+        if dist.get_rank() == 0:
+            write_settings(config)
         run = _Run(config, task, groups, trainer, stack)
         run.begin()
         while not (run.is_done or run.is_stopped):
             run.use_rollout_batch()
-        run.end()
-    return run.is_done or bool(config.checkpoints.save)
+        run.save()
+        run.report()
+    return run.is_kept
 
 
 class _Run:
@@ -76,16 +82,23 @@ class _Run:
     ``stack`` closes engines, workers and files at the end, also after an error.
 
     Attributes:
-        is_stopped: a rank got a signal to stop.
+        is_stopped: a rank got a signal to stop, or a condition of ``--stop-if`` held.
+        guard: the error of that condition, on rank 0; None: none held.
         distributions: histograms of the newest step, by name.
+        attribution: the newest attribution of a rollout batch; None: there was none.
     """
 
     def __init__(
         self, config: RunConfig, task: Task, groups: ParallelGroups, trainer: Trainer, stack: ExitStack
     ) -> None:
-        self.config, self.task, self.groups, self.trainer = config, task, groups, trainer
+        self.config = config
+        self.task = task
+        self.groups = groups
+        self.trainer = trainer
         self.is_stopped = False
+        self.guard: RunError | None = None
         self.distributions: dict[str, Distribution] = {}
+        self.attribution: Attribution | None = None
         self.reporter = begin_report(config, trainer.iteration)  # None on other ranks than 0
         if self.reporter is not None:
             stack.enter_context(self.reporter)
@@ -100,17 +113,25 @@ class _Run:
         self.profiling = stack.enter_context(Profiling(config))
         self.save_hf = HuggingFaceSaves(config, trainer, task.text)
         self.steps = BadSteps(config, trainer, self.collector)
-        self.guards, self.machine = Guards(config), Machine(config)
+        self.guards = Guards(config)
+        self.machine = Machine(config)
         self.equal_rewards = EqualRewards(config)
         if self.reporter is not None:
-            self.guards.go_on(read_rows(self.reporter.metrics.path), trainer.iteration)
-            self.equal_rewards.go_on(read_rows(self.reporter.metrics.path, '"reward/max"'), trainer.iteration)
+            earlier_rows = read_rows(self.reporter.metrics.path)
+            self.guards.go_on(earlier_rows, trainer.iteration)
+            rows_with_rewards = read_rows(self.reporter.metrics.path, '"reward/max"')
+            self.equal_rewards.go_on(rows_with_rewards, trainer.iteration)
         self.log_probs = SavedLogProbs(config, groups, trainer, self.collector)
 
     @property
     def is_done(self) -> bool:
         """Whether all ``--train-iters`` steps are made."""
         return self.trainer.iteration >= self.config.training.train_iters
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether no step is lost when the run ends."""
+        return self.is_done or bool(self.config.checkpoints.save)
 
     def begin(self) -> None:
         """Print the run's sources, ends and passes; sample again the rollouts that a checkpoint left open."""
@@ -129,35 +150,63 @@ class _Run:
         """Sample one batch, and make its optimizer steps with reports and saves; a signal ends it early."""
         try:
             for row in self._rollout_steps():
-                self._agree_on(row)
+                self._report_step(row)
                 self.saver.on_the_way()
                 self.save_hf()
                 trim_heap(self.trainer.iteration)
-                self.request.took(row | self.saver.metrics)
                 if self.is_stopped or self.is_done:
                     break
         except Stopped:
             self.is_stopped = True
 
-    def end(self) -> None:
-        """Make the last save and evaluation, and report how the run ended."""
+    def save(self) -> None:
+        """Make the last save; tell the launcher that nothing can be lost any more."""
         self.saver.at_the_end()
         self.save_hf(at_end=True)
+        self.request.is_saved = self.is_kept
+        if self.guard is None:
+            tell_ending(kept=self.is_kept)
+
+    def report(self) -> None:
+        """Make the last evaluation, and report how the run ended.
+
+        Raises:
+            RunError: on rank 0, a condition of ``--stop-if`` held. Other errors are those of the evaluation, on a rank
+                whose engine failed; the launcher knows that nothing is lost by them.
+        """
+        note = _how_it_ended(self.config, self.trainer, self.request, self.guard)
+        try:
+            self._evaluate_last(note)
+            unscored = self.collector.unscored_in_words()
+            if unscored:
+                self._say(unscored)
+        finally:
+            if self.reporter is not None:
+                try:
+                    if self.attribution is not None:
+                        self._say(drawn(self.attribution, self.config))
+                    self.reporter.close(note)
+                except Exception as error:  # files, drawings and boards may raise anything
+                    _log.warning("%s; its report failed (%s: %s)", note, type(error).__name__, one_line(error))
+        if self.guard is not None:
+            save = self.config.checkpoints.save
+            place = f"; checkpoint {self.trainer.iteration} in {save} holds the steps so far" if save else ""
+            raise RunError(f"{self.guard}{place}", self.guard.code)
+
+    def _evaluate_last(self, note: str) -> None:
+        """Give the engines the last weights and evaluate them, if ``--eval-interval`` asks for that."""
         if self.weight_sync.is_wanted and not self.is_stopped:
+            self._say(note)
             with suppress(Stopped):
                 self.weight_sync()
-        agree(self.config, self.reporter.error if self.reporter else None)
-        unscored = self.collector.unscored_in_words()
-        if unscored:
-            self._say(unscored)
-        if self.reporter is not None:
-            self.reporter.close(_how_it_ended(self.config, self.trainer, self.request))
 
     def _rollout_steps(self) -> Iterator[dict[str, float]]:
         """Sample one rollout batch, and yield the metrics of each of its optimizer steps."""
-        trainer, collector, lap = self.trainer, self.collector, _Laps()
+        trainer = self.trainer
+        collector = self.collector
+        lap = _Laps()
         self.weight_sync.metrics = {}
-        data = collector.data_metrics(trainer.iteration)
+        data_metrics = collector.data_metrics(trainer.iteration)
         batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
         if collector.is_window_over:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
@@ -167,15 +216,16 @@ class _Run:
         summary = summarize_rollouts(batch, self.groups, trainer.version)
         self._look_at_rewards(summary.metrics, batch)
         common = summary.metrics | collector.reward_metrics
-        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data
+        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
         nonzero: list[float] = []
         if prepared:
             nonzero, metrics = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             attribution = trainer.attribution(prepared)
-            if attribution:
-                common |= attribution
+            if attribution is not None:
+                self.attribution = attribution
+                common |= attribution.metrics()
                 lap("attribution")
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
@@ -206,25 +256,29 @@ class _Run:
         if words is not None:
             self._say(words)
 
-    def _agree_on(self, row: dict[str, float]) -> None:
-        """Report a step that was made or left out; all ranks agree whether the run fails or stops.
+    def _report_step(self, row: dict[str, float]) -> None:
+        """Report a step that was made or left out; all ranks learn whether the run stops.
 
         Raises:
-            AgreedError: on every rank, if it fails.
+            RunError: on every rank, if the steps change nothing any more; on one, if its files cannot be written.
         """
         step = self.trainer.iteration
         phases.enter(f"the report of step {step}")
         row |= self.machine.metrics(row) | self.trainer.passes.timers.metrics()
-        complaint: str | AgreedError | None = self.steps.complaint(row)
         if self.reporter is not None:
             reported = row | self.saver.metrics
             self.reporter.step(step, reported, self.distributions)
-            complaint = self.reporter.error or complaint or self.guards.step(step, reported)
-        complaint = self.profiling(step) or complaint
-        check, wants_stop = self.trainer.batch_check, self.request.signal is not None
-        *shared, stopping = agree(self.config, complaint, [*check.numbers, wants_stop])
-        self.is_stopped = stopping > 0
-        check.hear(shared)
+            self.guard = self.guards.step(step, reported)
+            # The condition may tell of a ruined model: the user goes on from an older checkpoint.
+            self.trainer.writer.keeps_older = self.guard is not None
+        self.steps.check(row)
+        self.profiling(step)
+
+        batch_check = self.trainer.batch_check
+        wants_stop = self.request.signal is not None or self.guard is not None
+        *shared, stops = largest_over_ranks(self.config, [*batch_check.numbers, wants_stop])
+        self.is_stopped = stops > 0
+        batch_check.hear(shared)
 
     def _say_of_replay(self) -> None:
         """Say what the check of replayed experts found."""
@@ -242,21 +296,37 @@ class _Laps:
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
-        self._begun = self._last = time.monotonic()
+        self._begun = time.monotonic()
+        self._last = self._begun
 
     def __call__(self, part: str) -> None:
         """End a part."""
         now = time.monotonic()
-        self.times[f"perf/{part}_seconds"], self._last = now - self._last, now
+        self.times[f"perf/{part}_seconds"] = now - self._last
+        self._last = now
 
     def seconds_without(self, part: str) -> float:
         """Seconds since the beginning, without one part."""
         return time.monotonic() - self._begun - self.times.get(f"perf/{part}_seconds", 0.0)
 
 
+def _check_rows(config: RunConfig) -> None:
+    """Refuse, on every rank, other rows of ``--prompt-data`` than on other machines.
+
+    Collectives: :func:`largest_over_ranks`.
+    """
+    digest = config.data.rows_digest
+    if digest is None:
+        return
+    highest, lowest = largest_over_ranks(config, [digest, -digest])
+    if highest != -lowest:
+        raise RunError("the files of --prompt-data and --eval-data differ between machines: copy them again")
+
+
 def _check_start(config: RunConfig, iteration: int) -> None:
     """Compare the run with the checkpoint that it resumes; raises ValueError on every rank if no steps are left."""
-    load, last = config.checkpoints.load, config.training.train_iters
+    load = config.checkpoints.load
+    last = config.training.train_iters
     if iteration > last:
         raise ValueError(
             f"--load {load}: checkpoint {iteration} is already past --train-iters {last}: give a larger "
@@ -268,11 +338,16 @@ def _check_start(config: RunConfig, iteration: int) -> None:
     warn_of_other_data(config, iteration)
 
 
-def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest) -> str:
+def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest, guard: RunError | None) -> str:
     """The last line of a run's output."""
-    files, iteration = config.checkpoints, trainer.iteration
-    is_done = iteration >= config.training.train_iters
-    done = "finished" if is_done else f"stopped by {request.signal or 'another rank'}"
+    files = config.checkpoints
+    iteration = trainer.iteration
+    if guard is not None:
+        done = "stopped by --stop-if"
+    elif iteration >= config.training.train_iters:
+        done = "finished"
+    else:
+        done = f"stopped by {request.signal or 'another rank'}"
     kept = f", saved to {files.save}" if files.save else ""
     model = f", model in {hugging_face_folder(files.save_hf, iteration)}" if files.save_hf else ""
     left_out = f" ({trainer.left_out.steps} steps left out)" if trainer.left_out.steps else ""

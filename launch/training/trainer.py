@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rc.attribution import Attribution
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
@@ -74,7 +75,8 @@ class Trainer(TrainedModel):
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         transformer = build_transformer_config(config)
         chunks = build_chunks(config, transformer)
         if config.checkpoints.load_hf:
@@ -85,23 +87,31 @@ class Trainer(TrainedModel):
         self.replay = RoutingReplay(config, groups, chunks) if config.routing else None
         self.replay_check = ReplayCheck(config, groups) if config.replays_rollouts else None
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
-        self.checks, self.batch_check = StepChecks(config), BatchCheck(config, groups)
+        self.checks = StepChecks(config)
+        self.batch_check = BatchCheck(config, groups)
         # Megatron's optimizer calls get_grad_norm before it changes a weight.
-        self._gradient_norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
+        self._gradient_norm = self.optimizer.get_grad_norm
+        self.optimizer.get_grad_norm = self._checked_gradient_norm
         reader = reference_reader(config, groups)
         self.reference = Reference(config, self.chunks, reader) if config.needs_reference else None
-        self.advantages, self.rewards = Advantages(config, groups), RewardScaler(config.advantages, groups.dp)
-        self.sampling_weights, self.writer = SamplingWeights(config, self.chunks), CheckpointWriter(config)
+        self.advantages = Advantages(config, groups)
+        self.rewards = RewardScaler(config.advantages, groups.dp)
+        self.sampling_weights = SamplingWeights(config, self.chunks)
+        self.writer = CheckpointWriter(config)
         self.open_rollouts = None
         if config.engine.rl_partial_rollouts:
             replica = group_rank(groups.dp) if groups.is_first_of_replica else None
             self.open_rollouts = OpenRollouts(config, replica)
         self.critic = Critic(config, config.critic, groups, self.passes) if config.critic else None
-        self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
+        self.iteration = 0
+        self.left_out = LeftOut()
+        self._scored_at = -1
         self.loaded_from: Path | None = None
-        self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
+        self.keeps_log_probs = False
+        self.kept_log_probs: list[Tensor] = []
         self.routing_metrics: dict[str, float] = {}
-        model, optimizer = self.model, self.optimizer
+        model = self.model
+        optimizer = self.optimizer
         self._offload = Offload(lambda: tensors_of_optimizer(optimizer, model))
         self._start(chunks)
 
@@ -176,18 +186,19 @@ class Trainer(TrainedModel):
         A forward-only pass gives log π_old, unless the update's own pass does (``corrects_in_loss``). A KL
         penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
         of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
-        has an unusable log-prob at a trained position, and AgreedError if the replayed experts are not the rollouts'.
+        has an unusable log-prob at a trained position, and RunError if the replayed experts are not the rollouts'.
         """
-        phases.enter(f"the scoring of step {self.iteration + 1}", waits=True)
+        phases.enter(f"the scoring of step {self.iteration + 1}")
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
-        wanted = self.config.advantages
-        old = squares = None
+        settings = self.config.advantages
+        old = None
+        squares = None
         if not self.correction.corrects_in_loss:
             self.gather_weights()
-            scored = self.passes.score(self.model, cut, squares=wanted.needs_squares, replay=self.replay)
+            scored = self.passes.score(self.model, cut, squares=settings.needs_squares, replay=self.replay)
             old, squares = scored or (None, None)
         self.batch_check.begin(self.iteration, old, cut.local)
         self.routing_metrics = self._check_replay(cut, old)
@@ -195,10 +206,20 @@ class Trainer(TrainedModel):
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
         baselines = None if baselines is None else self.rewards.scaled(baselines)
-        scores = estimated = None
+        scores = None
+        estimated = None
         if self.groups.is_last_stage:
-            known = {"old": old, "squares": squares, "ref": ref, "values": values, "baselines": baselines}
-            scores = Scores(batch=batch, rewards=rewards, turn_scale=self.rewards.scale, cut=cut, **known)
+            scores = Scores(
+                batch=batch,
+                rewards=rewards,
+                turn_scale=self.rewards.scale,
+                cut=cut,
+                old=old,
+                squares=squares,
+                ref=ref,
+                values=values,
+                baselines=baselines,
+            )
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
 
@@ -207,24 +228,25 @@ class Trainer(TrainedModel):
         plan = self._plan(batch, dataclasses.replace(cut, local=local))
         cut = dataclasses.replace(cut, local=_corrected(local, plan))
         # Some estimators count accepted tokens alone, or take the weights, which are known now.
-        if scores is not None and wanted.needs_the_correction:
-            accepted = cut.local.mask if wanted.advantage_scope == "accepted" else None
+        if scores is not None and settings.needs_the_correction:
+            accepted = cut.local.mask if settings.advantage_scope == "accepted" else None
             estimated = self.advantages.of(scores, accepted, cut.local.weights)
             cut = cut.with_advantages(estimated.advantages)
         returns = estimated.returns if estimated else None
-        to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
-        return PreparedBatch(cut, plan, scores, estimated, to_learn)
+        prepared_values = self.critic.prepare(cut, values, returns) if self.critic else None
+        return PreparedBatch(batch=cut, plan=plan, scores=scores, estimated=estimated, values=prepared_values)
 
-    def attribution(self, prepared: PreparedBatch) -> dict[str, float]:
-        """Metrics of the mismatch by layers and kinds of parameters, equal on all ranks; empty unless it is due.
+    def attribution(self, prepared: PreparedBatch) -> Attribution | None:
+        """Attribution of the mismatch to the policy's parameters, equal on all ranks; None unless it is due.
 
         Call it before the first update on the batch: the trainer still has the weights that the engine got.
         """
-        logging, local = self.config.logging, prepared.batch.local
+        logging = self.config.logging
+        local = prepared.batch.local
         interval = logging.attribution_interval
         if interval is None or self.iteration % interval >= self.config.updates_per_rollout:
-            return {}
-        phases.enter(f"the attribution of step {self.iteration + 1}", waits=True)
+            return None
+        phases.enter(f"the attribution of step {self.iteration + 1}")
         self.gather_weights()
         train = self.score(prepared.batch) if self.correction.corrects_in_loss else local.train_log_probs
         return attribute_batch(
@@ -236,7 +258,7 @@ class Trainer(TrainedModel):
             replay=self.replay,
             nodes=logging.attribution_nodes,
             check=logging.attribution_check,
-        ).metrics()
+        )
 
     def _check_replay(self, cut: LocalBatch, old: Tensor | None) -> dict[str, float]:
         """Metrics of :meth:`ReplayCheck.measure` if the batch is due; empty if not.
@@ -297,8 +319,9 @@ class Trainer(TrainedModel):
             BadStepError: on every rank, if the loss or the gradient norm is not finite, or the correction in the loss
                 finds an unusable log-prob at a trained position; no weight has changed.
         """
-        phases.enter(f"the training of step {self.iteration + 1}", waits=True)
-        critic, values = self.critic, None
+        phases.enter(f"the training of step {self.iteration + 1}")
+        critic = self.critic
+        values = None
         if critic is not None and prepared.values is not None:
             values = critic.accumulate(prepared.values, mini_batch, self.iteration + 1)
         metrics = self._update_policy(prepared, mini_batch)
@@ -327,12 +350,15 @@ class Trainer(TrainedModel):
         if is_first and not self.correction.corrects_in_loss:
             # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
-        found, factor = self._found(prepared), 1.0
-        if self.config.schedule.lr_ess_scaling and found is not None:
-            metrics["lr_ess"] = found.sequence_eff_sample_size
-            metrics["lr_ess_factor"] = factor = self.config.schedule.ess_factor(metrics["lr_ess"])
+        correction = self._correction_of(prepared)
+        factor = 1.0
+        if self.config.schedule.lr_ess_scaling and correction is not None:
+            metrics["lr_ess"] = correction.sequence_eff_sample_size
+            factor = self.config.schedule.ess_factor(metrics["lr_ess"])
+            metrics["lr_ess_factor"] = factor
+        learning_rate = self.learning_rate * factor
         with self.optimizer_here():
-            learning_rate, grad_norm = self.learning_rate * factor, self.optimizer_step(factor)
+            grad_norm = self.optimizer_step(factor)
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
         # 5. Gradients in float16 overflow.
@@ -401,13 +427,13 @@ class Trainer(TrainedModel):
 
         They cover the rollout batch; if the correction is made in the loss, the last step.
         """
-        found = self._found(prepared)
-        return {} if found is None else found.distributions()
+        correction = self._correction_of(prepared)
+        return {} if correction is None else correction.distributions()
 
-    def _found(self, prepared: PreparedBatch) -> CorrectionResult | None:
+    def _correction_of(self, prepared: PreparedBatch) -> CorrectionResult | None:
         """The correction of the rollout batch; if it is made in the loss, of the step that ended last, if any."""
-        found = self.correction.step if self.correction.corrects_in_loss else prepared.plan
-        return found if isinstance(found, CorrectionResult) else None
+        correction = self.correction.step if self.correction.corrects_in_loss else prepared.plan
+        return correction if isinstance(correction, CorrectionResult) else None
 
     def _loss(
         self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checks.sync_check import SyncCheck
@@ -31,8 +31,13 @@ class WeightSync:
         groups: ParallelGroups,
         reporter: Reporter | None,
     ) -> None:
-        self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
-        self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer.score, collector, groups)
+        self.config = config
+        self.trainer = trainer
+        self.collector = collector
+        self.reporter = reporter
+        self.check: SyncCheck | None = None
+        if not config.rollouts.load_rollouts:
+            self.check = SyncCheck(config, trainer.score, collector, groups)
         has_new_tokens = not config.rollouts.rollout_staleness or config.engine.rl_partial_rollouts
         trainer.batch_check.is_on = self.check is not None and has_new_tokens
         self.metrics: dict[str, float] = {}
@@ -47,8 +52,9 @@ class WeightSync:
         launch = self.config.launch
         path = Path(launch.runs_dir) / launch.run_name / METRICS_FILE
         # Only rank 0 has the file.
-        own = last_evaluation(path, step) if self.reporter is not None else -1
-        return int(agree(self.config, numbers=[own])[0])
+        step_in_file = -1 if self.reporter is None else last_evaluation(path, step)
+        (evaluated,) = largest_over_ranks(self.config, [step_in_file])
+        return int(evaluated)
 
     @property
     def is_wanted(self) -> bool:
@@ -75,13 +81,13 @@ class WeightSync:
 
     def go_on(self) -> None:
         """Sample the rollouts again that a checkpoint left unfinished, from the weights that they were sampled from."""
-        kept = self.trainer.sampling_weights
+        sampling_weights = self.trainer.sampling_weights
 
         def send() -> None:
-            with kept.in_place_of(self.trainer.chunks):
-                self._send(kept.version)
+            with sampling_weights.in_place_of(self.trainer.chunks):
+                self._send(sampling_weights.version)
 
-        self.collector.go_on(self.trainer.iteration, kept.version, send)
+        self.collector.go_on(self.trainer.iteration, sampling_weights.version, send)
 
     def _send(self, version: int) -> None:
         was_restarted = self.collector.sync_weights(self.trainer.chunks, version)
@@ -94,7 +100,10 @@ class WeightSync:
 
         Tokens of older weights cannot be checked, and no batch follows the last sync.
         """
-        config, interval = self.config, self.config.engine.sync_probe_interval
-        if config.rollouts.rollout_staleness or self.trainer.iteration >= config.training.train_iters:
+        is_last = self.trainer.iteration >= self.config.training.train_iters
+        if self.config.rollouts.rollout_staleness or is_last:
             return True
-        return self._syncs % interval == 0 if interval else self._syncs == 0
+        interval = self.config.engine.sync_probe_interval
+        if not interval:
+            return self._syncs == 0
+        return self._syncs % interval == 0

@@ -8,12 +8,12 @@ The weights are dequantised to float32; nothing is downloaded.
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.transformers4 import add_earlier_entries, add_earlier_tokenizer_class
 
 
@@ -59,7 +59,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     add_earlier_tokenizer_class(folder)
     # config.json comes last: it marks the folder as complete.
-    with own_folder(folder.parent, f".{folder.name}-") as part:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+        part = Path(name)
         model.save_pretrained(part)
         add_earlier_entries(part)
         for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):

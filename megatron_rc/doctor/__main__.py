@@ -2,8 +2,9 @@
 
     python -m megatron_rc.doctor RUN|BATCH|FILE [--json]
 
-RUN is a run's folder or its metrics.jsonl. BATCH is a recorded rollout batch (.safetensors, .jsonl, .pt, .npz), or the
-folder of --save-rollouts. FILE has the metrics of another program as JSON, JSON lines or CSV.
+RUN is a run's folder or its metrics.jsonl, a folder of TensorBoard's event files, or trainer_state.json. BATCH is a
+recorded rollout batch (.safetensors, .jsonl, .pt, .npz), or the folder of --save-rollouts. FILE has the metrics of
+another program as JSON, JSON lines or CSV.
 
 Exit codes: 0 no fault found, 1 a fault found, 2 the input cannot be used, 3 the input has too few numbers to judge.
 """
@@ -31,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dialect",
         metavar="NAME",
-        help="Program whose settings are proposed: megatron_rc, verl, verl-2025-11, verl-2025-10, slime or nemo-rl. "
-        "Default: the program that wrote the input.",
+        help="Program whose settings are proposed: megatron_rc, verl, slime or nemo-rl. Default: the program that "
+        "wrote the input.",
     )
     parser.add_argument(
         "--rollout-is",
@@ -41,17 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     from megatron_rc.doctor.inputs import read_evidence
-    from megatron_rc.doctor.other_words import WORDS
+    from megatron_rc.doctor.programs import OWN, SETTINGS_OF
     from megatron_rc.doctor.report import UNUSABLE, as_json, examine, in_words
     from megatron_rc.parallel.arguments import one_of
 
     try:
         if args.dialect is not None:
-            one_of("--dialect", args.dialect, tuple(WORDS))
+            one_of("--dialect", args.dialect, (OWN, *SETTINGS_OF))
         evidence = read_evidence(args.path)
         if args.rollout_is is not None:
             evidence = evidence.of_level(args.rollout_is)
-        report = examine(evidence if args.dialect is None else replace(evidence, dialect=args.dialect))
+        report = examine(evidence if args.dialect is None else replace(evidence, program=args.dialect))
     except (ValueError, ImportError) as problem:
         sys.stderr.write(f"{problem}\n")
         return UNUSABLE

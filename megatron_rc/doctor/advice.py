@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.other_words import OWN, settings_lines
-from megatron_rc.doctor.rule import REPAIR, Verdict
+from megatron_rc.doctor.programs import SETTINGS_OF
+from megatron_rc.doctor.rules import FAR, REPAIR, Verdict
 from megatron_rc.doctor.sampled import Sampled
-from megatron_rc.doctor.signs import K3
+from megatron_rc.doctor.series import K3
 from megatron_rc.measures.measure import REWARD_SIGNS
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
 EXP_LIMIT = 20.0  # nats; larger log-ratios are clamped
 # The usual corrections, for comparison with the chosen one.
 _OTHERS = (
-    *("decoupled_token_is", "decoupled_token_icepop", "decoupled_token_kpop"),
-    *("decoupled_seq_is", "decoupled_geo_rs", "decoupled_k3_rs"),
+    "decoupled_token_is",
+    "decoupled_token_icepop",
+    "decoupled_token_kpop",
+    "decoupled_seq_is",
+    "decoupled_geo_rs",
+    "decoupled_k3_rs",
 )
 KEPT = 0.95  # share of the sequences that the proposed geometric bound accepts
 
@@ -40,11 +45,20 @@ class Choice:
         made: RolloutCorrectionConfig = getattr(RolloutCorrectionConfig, self.preset)(**self.arguments)
         return made
 
-    def settings(self, dialect: str) -> list[str]:
-        """Lines to copy into a program's settings."""
-        lines = [] if dialect == OWN else settings_lines(self.config(), dialect)
-        # A program without such a setting gets our flags, which describe the correction.
-        return lines if any(not line.startswith("#") for line in lines) else [self.flags(), *lines]
+    def settings(self, program: str) -> list[str]:
+        """Lines to copy into a program's settings; our flags for a program without a table of them."""
+        lines = SETTINGS_OF.get(program, {}).get(self.preset)
+        if lines is None:
+            return [self.flags()]
+        lower, _, upper = str(self.arguments.get("rs_threshold", "1_1")).partition("_")
+        numbers = {
+            "upper": self.arguments.get("threshold", self.arguments.get("is_threshold")),
+            "lower_mean": lower,
+            "upper_mean": upper,
+            "inverse_lower_mean": f"{1 / float(upper):.6g}",
+            "inverse_upper_mean": f"{1 / float(lower):.6g}",
+        }
+        return [line.format_map(numbers) for line in lines]
 
     def flags(self) -> str:
         """Flags of the launcher."""
@@ -59,10 +73,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of a correction on a batch; without weights ``eff_sample_size`` and ``mean_weight`` are 1."""
+    """Effect of a correction on a batch; without weights ``mean_weight`` is 1."""
 
     choice: Choice
-    eff_sample_size: float  # of the weights, as a share of the tokens
+    eff_sample_size: float  # (Σ w)² / (n Σ w²) over all n tokens that could count, with w = 0 for rejected ones
     mean_weight: float  # mean of the bounded weights
     rejected_tokens: float  # share of the tokens
     rejected_sequences: float  # share of sequences with a rejected token
@@ -74,25 +88,27 @@ def choose(facts: Facts, verdicts: Sequence[Verdict], sampled: Sampled | None = 
     names = {verdict.rule.name for verdict in verdicts}
     broken = next((verdict.rule for verdict in verdicts if verdict.rule.kind == REPAIR), None)
     if broken is not None:
-        return Choice(
-            "disabled",
-            f"repair this first ({broken.title}): no correction can replace the repair. Until then only measure",
-        )
+        why = f"repair this first ({broken.title}): no correction can replace the repair. Until then only measure"
+        return Choice("disabled", why)
     if not facts.has("k3_kl"):
         return None
+    if facts["k3_kl"] > FAR:
+        why = "these are two different policies, and no weights can replace the repair. Until then only measure"
+        return Choice("disabled", why)
     if "tails" in names:
         why = "the few tokens that are far off get weight 0, the others keep their ratio"
         return Choice("decoupled_token_icepop", why)
-    return _for_noise(facts, "long_products" in names, None if sampled is None else geometric_bound(sampled))
+    return _for_noise(facts, names, None if sampled is None else geometric_bound(sampled))
 
 
-def _for_noise(facts: Facts, is_long: bool, bound: str | None) -> Choice:
+def _for_noise(facts: Facts, names: Set[str], bound: str | None) -> Choice:
     """The preset for policies that differ by noise, or not at all."""
-    upper = _token_bound(facts)
-    if facts["k3_kl"] <= K3 and not is_long:
+    upper = _token_bound(facts, names)
+    are_products = not names.isdisjoint(("long_products", "mean_weight"))
+    if facts["k3_kl"] <= K3 and not are_products:
         why = f"k3 is at most {K3}: these weights change almost nothing now, and bound later ratios"
         return Choice("decoupled_token_is", why, {"threshold": upper})
-    if facts["sequence_eff_sample_size"] >= 0.5 and not is_long:
+    if facts["sequence_eff_sample_size"] >= 0.5 and not are_products:
         why = f"sequence weights are unbiased, and leave {facts['sequence_eff_sample_size']:.0%} of the batch"
         return Choice("decoupled_seq_is", why, {"threshold": 2.0})
     if bound is None:
@@ -102,11 +118,18 @@ def _for_noise(facts: Facts, is_long: bool, bound: str | None) -> Choice:
     return Choice("decoupled_geo_rs_token_tis", why, {"is_threshold": upper, "rs_threshold": bound})
 
 
-def _token_bound(facts: Facts) -> float:
-    """The smallest of the usual upper bounds that truncates at most 1 % of the tokens."""
+def _token_bound(facts: Facts, names: Set[str]) -> float:
+    """The smallest of the usual upper bounds that truncates at most 1 % of the tokens.
+
+    For weights that vary too much it lies below the run's own bound, and is the smallest if that is not known.
+    """
     top = facts["log_ratio_p99"]
     wanted = 2.0 if math.isnan(top) else math.exp(min(top, 5.0))
-    return next((bound for bound in UPPER_BOUNDS if bound >= wanted), UPPER_BOUNDS[-1])
+    bound = next((bound for bound in UPPER_BOUNDS if bound >= wanted), UPPER_BOUNDS[-1])
+    if "wide_weights" in names:
+        smaller = [other for other in UPPER_BOUNDS if other < facts["upper_bound"]]
+        bound = min(bound, max(smaller, default=UPPER_BOUNDS[0]))
+    return bound
 
 
 def geometric_bound(sampled: Sampled) -> str | None:
@@ -134,23 +157,42 @@ def mean_log_ratios(sampled: Sampled) -> torch.Tensor | None:
 
 def candidates(choice: Choice) -> list[Choice]:
     """The chosen preset, then the usual others for comparison."""
-    found = [choice]
+    choices = [choice]
     for other in (Choice(name, "") for name in _OTHERS):
-        if all(other.config() != known.config() for known in found):
-            found.append(other)
-    return found
+        if all(other.config() != known.config() for known in choices):
+            choices.append(other)
+    return choices
 
 
 def effect(choice: Choice, sampled: Sampled) -> Effect:
     """Try a correction on a batch with log-probs of the trainer."""
     fields = choice.config().to_dict() | {"bad_log_probs": "reject_token", "metric_prefix": ""}
-    metrics = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards).metrics()
+    # In float64: sequence weights of long responses are smaller than any float32.
+    result = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards, torch.float64)
+    metrics = result.metrics()
     by_sign = {sign: f"rollout_rs_masked_fraction_reward_{sign}" for sign in REWARD_SIGNS}
+    mask, weights = result.mask, result.weights
+    assert isinstance(mask, Tensor)  # as the batch is one of tensors, not of lists
+    mean = 1.0 if weights is None else metrics["rollout_is_mean"]
+    weights = weights if isinstance(weights, Tensor) else torch.ones(mask.shape)
     return Effect(
         choice,
-        eff_sample_size=metrics.get("rollout_is_eff_sample_size", 1.0),
-        mean_weight=metrics.get("rollout_is_mean", 1.0),
+        eff_sample_size=effective_share([mask], [weights], int(sampled.usable().sum())),
+        mean_weight=mean,
         rejected_tokens=metrics["rollout_rs_masked_fraction"],
         rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],
         rejected_by_reward={sign: metrics[name] for sign, name in by_sign.items() if name in metrics},
     )
+
+
+def effective_share(masks: Sequence[Tensor], weights: Sequence[Tensor], tokens: int) -> float:
+    """The effective sample size (Σ w)² / (n Σ w²) over all n ``tokens`` that could count, as a share of them.
+
+    ``masks`` and ``weights`` are [n, s] for each batch; tokens outside of the mask have weight 0.
+    """
+    total, squares = 0.0, 0.0
+    for mask, weight in zip(masks, weights, strict=True):
+        accepted = weight[mask].double()
+        total += float(accepted.sum())
+        squares += float(accepted.square().sum())
+    return total**2 / (tokens * squares) if squares else 0.0

@@ -13,15 +13,23 @@ from typing import Any, TextIO
 from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
-from megatron_rc.doctor.metric_names import program_of
 from megatron_rc.doctor.other_records import is_own, is_record, read_tensor_record, sampled_of_objects
-from megatron_rc.doctor.other_words import OWN, WORDS
+from megatron_rc.doctor.programs import OWN, WORDS, program_of
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import History, facts_of_series
-from megatron_rc.doctor.tables import object_of, own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
+from megatron_rc.doctor.tables import (
+    EVENTS,
+    object_of,
+    own_rows,
+    parse_json,
+    parse_lines,
+    rows_of_csv,
+    rows_of_events,
+    rows_of_objects,
+)
 from megatron_rc.records.tensor_files import SUFFIXES
 
-METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
+METRICS_FILE, SETTINGS_FILE, TRAINER_STATE = "metrics.jsonl", "config.yaml", "trainer_state.json"
 _UNREAD = (".pkl", ".pickle", ".bin", ".dp", ".npy", ".parquet", ".arrow")
 _SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
 _STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
@@ -35,7 +43,7 @@ class Evidence:
     facts: Facts
     sampled: Sampled | None = None  # the responses of a recorded batch; None for metrics
     notes: tuple[str, ...] = ()
-    dialect: str = OWN  # of the settings of the program that wrote it
+    program: str = OWN  # that wrote it
     history: History | None = None  # the metrics of a run; None for a batch
     settings: Mapping[str, str] | None = None  # flags of the run; None if they are unknown
 
@@ -65,9 +73,16 @@ def read_evidence(path: Path) -> Evidence:
 def _read_folder(path: Path) -> Evidence:
     if (path / METRICS_FILE).is_file():
         return _read_file(path / METRICS_FILE)
+    if (path / TRAINER_STATE).is_file():
+        return _read_file(path / TRAINER_STATE)
     batches = sorted(path.glob("*.safetensors"))
+    if not batches and any(path.glob(EVENTS)):
+        return _of_rows(rows_of_events(path), path)
     if not batches:
-        raise ValueError(f"{path} has neither {METRICS_FILE} nor *.safetensors: name a run's folder, or a file")
+        raise ValueError(
+            f"{path} has neither {METRICS_FILE}, {TRAINER_STATE}, {EVENTS} nor *.safetensors: name a run's folder, or "
+            "a file"
+        )
     files = _of_one_step(batches[-1], batches)
     before = [file for file in batches if file not in files]
     sampled, place = _sampled(files), "the last of its batches"
@@ -97,6 +112,8 @@ def _read_file(path: Path) -> Evidence:
         if isinstance(found, RolloutBatch):
             return _of_batch(Sampled.of_batch(found), str(path), path)
         return _of_batch(found, str(path))
+    if path.match(EVENTS):
+        return _of_rows(rows_of_events(path), path)
     if path.suffix in _UNREAD:
         raise ValueError(
             f"{path}: {path.suffix} files are not read (pickled ones can run code): write the batch with save_rollouts "
@@ -124,7 +141,7 @@ def _read_text(file: TextIO, path: Path) -> Evidence:
     if isinstance(objects, list) and is_record(objects[0]):
         return _of_batch(sampled_of_objects(objects, path), str(path))
     prefix = read_settings(path.parent).get("metric-prefix", "")
-    return _of_rows(rows_of_objects(objects, prefix), path, prefix)
+    return _of_rows(rows_of_objects(objects, path, prefix), path, prefix)
 
 
 def _of_own(lines: Iterable[str], path: Path) -> Evidence:
@@ -148,18 +165,19 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
         behind = int(match[2]) - sampled.policy_versions[sampled.response_mask]
         facts["staleness_mean"] = float(behind.clamp(min=0).double().mean())
     words = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
-    remedy = f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.dialect]['record']})"
+    remedy = f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.program]['record']})"
     notes = () if sampled.old_log_probs is not None else (remedy,)
-    return Evidence(f"{what}: {words}", facts, sampled, notes, sampled.dialect)
+    return Evidence(f"{what}: {words}", facts, sampled, notes, sampled.program)
 
 
 def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
-    found, bad, names = own_rows(rows, path, prefix)
-    notes = (f"{bad} rows are left out: a number in them is NaN or infinite",) if bad else ()
+    """Evidence of a run's metrics."""
+    history, bad, names = own_rows(rows, path, prefix)
+    notes = (f"{bad} rows have a number that is NaN or infinite; their other numbers are left out",) if bad else ()
     settings = (read_settings(path.parent) if path.name == METRICS_FILE else None) or None
-    dialect = OWN if settings else program_of(map(str, names)) or OWN
-    facts = facts_of_series(found, settings)
-    return Evidence(f"{path}: {found.num_rows} steps", facts, None, notes, dialect, found, settings)
+    program = OWN if settings else program_of(map(str, names))
+    facts = facts_of_series(history, settings)
+    return Evidence(f"{path}: {history.num_rows} steps", facts, None, notes, program, history, settings)
 
 
 def read_settings(folder: Path) -> Mapping[str, str]:

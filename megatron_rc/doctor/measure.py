@@ -17,8 +17,9 @@ NOISE = 0.02  # nats; smaller log-ratios are rounding
 _FEW = 8  # tokens; shorter sequences are not judged
 _UNCERTAIN = 0.25  # nats a token: a probability of 0.78
 _CAP = 0.5  # nats; the most that one token adds to its sequence
+# Temperatures of the trainer over the engine's that are tried.
 _SHARPER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5)
-_OTHERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_OTHERS = 64  # tokens that share the rest of the probability equally, at most
 
 
 def facts_of_batch(sampled: Sampled) -> Facts:
@@ -88,31 +89,42 @@ def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
         "mult_prob_error": float(log_ratio.abs().clamp(max=20).exp().mean()),
         "share_above": float((log_ratio > NOISE).double().mean()),
         "share_below": float((log_ratio < -NOISE).double().mean()),
+        **_correlation(rollout, old),
         **_temperature_facts(rollout[:MAX_TOKENS], old[:MAX_TOKENS]),
     }
 
 
 def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
-    """The temperature ratio that explains the log-ratios best, and the share that it leaves unexplained.
+    """The temperature ratio that explains the log-ratios best, and the share of Σ |log ρ| that it leaves.
 
-    Only the log-prob of the sampled token is known. So the rest of the distribution is modelled as ``others`` equally
-    likely tokens. Positive and negative log-ratios have a share each, and the larger one counts, because noise of the
-    engine's own samples can explain one sign alone.
+    At a temperature 1/s of the trainer's, log π_rollout is s log p - log Z with p = π_old and Z = Σ_v π_old(v)^s. Of
+    the other tokens only the total 1 - p is known. Z is smallest or largest if one token has all of it, or if
+    ``_OTHERS`` tokens have equal parts. The distance from log π_rollout to the interval between these two is
+    unexplained.
     """
-    log_ratio = old - rollout
-    up = log_ratio > 0
-    wholes = [log_ratio[side].abs().sum() for side in (up, ~up)]
-    if not all(wholes):
+    total = float((old - rollout).abs().sum())
+    if not total:
         return {}
     rest = torch.log1p(-old.exp().clamp(max=1 - 1e-9))
     best = (math.inf, 1.0)
     for sharper in _SHARPER:
-        for others in _OTHERS:
-            shared = sharper * rest + (1 - sharper) * math.log(others)
-            left = (rollout - sharper * old + torch.logaddexp(sharper * old, shared)).abs()
-            share = max(float(left[side].sum() / whole) for side, whole in zip((up, ~up), wholes, strict=True))
-            best = min(best, (share, sharper))
+        of_one = torch.logaddexp(sharper * old, sharper * rest)
+        of_many = torch.logaddexp(sharper * old, sharper * rest + (1 - sharper) * math.log(_OTHERS))
+        lower = sharper * old - torch.maximum(of_one, of_many)
+        upper = sharper * old - torch.minimum(of_one, of_many)
+        outside = (lower - rollout).clamp(min=0) + (rollout - upper).clamp(min=0)
+        best = min(best, (float(outside.sum()) / total, sharper))
     return {"temperature_unexplained": best[0], "temperature_ratio": 1 / best[1]}
+
+
+def _correlation(rollout: Tensor, old: Tensor) -> dict[str, float]:
+    """Pearson correlation of the two probabilities of each token; nothing if one of them is constant."""
+    probs = torch.stack([rollout.exp(), old.exp()])
+    probs = probs - probs.mean(dim=1, keepdim=True)
+    norms = probs.norm(dim=1)
+    if not norms.min() > 1e-9:
+        return {}
+    return {"probs_correlation": float((probs[0] * probs[1]).sum() / (norms[0] * norms[1]))}
 
 
 def _noise(rollout: Tensor, old: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +11,24 @@ import torch
 from torch import Tensor
 
 from megatron_rc import RolloutBatch, load_rollouts
-from megatron_rc.doctor.other_words import OWN
+from megatron_rc.doctor.programs import (
+    GROUP,
+    MASK,
+    OLD,
+    REWARD,
+    ROLLOUT,
+    SEQUENCE_MASK,
+    TOKENS,
+    VERSION,
+    program_of_record,
+)
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.tables import object_of, parse_json
 from megatron_rc.records.formats.rows import numbered
 from megatron_rc.records.storage import existing
-from megatron_rc.records.tensor_files import SUFFIXES, read_tensors
+from megatron_rc.records.tensor_files import SUFFIXES, TORCH_SUFFIXES, read_tensors, read_torch_file
 
-# Names of each field in verl, NeMo-RL and slime; the first one that exists is read.
-ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
-OLD = ("old_log_probs", "prev_logprobs", "log_probs", "policy_logprobs")
-MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
-REWARD = ("reward", "rewards", "score", "total_reward", "token_level_scores", "rm_scores")
-GROUP = ("group_id", "group_ids", "uid", "group_index")
-TOKENS = ("responses", "token_ids", "input_ids", "tokens")
-VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
-# Fields that tell which program wrote a record.
-_FIELDS_OF = {
-    "nemo-rl": {"generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask"},
-    "verl": {"responses", "response_mask", "token_level_scores", "rm_scores", "param_version_start"},
-    "slime": {"loss_mask", "rollout_logprobs", "weight_versions", "weight_version"},
-}
 _LARGEST = 1e30  # a larger number is no reward
-WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 
 
 def is_record(names: Mapping[str, Any]) -> bool:
@@ -52,6 +47,10 @@ def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
         except ValueError as problem:
             own = problem
     try:
+        if path.suffix in TORCH_SUFFIXES:
+            objects = _objects_of_slime(read_torch_file(existing(path)))
+            if objects is not None:
+                return sampled_of_objects(objects, path)
         tensors = read_tensors(existing(path))
     except ValueError as problem:
         raise own or problem from None
@@ -61,6 +60,22 @@ def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
             f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give the tensors of a rollout batch by name"
         )
     return sampled_of_tensors(tensors, path)
+
+
+def _objects_of_slime(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The responses in a file of slime's --save-debug-rollout-data or --save-debug-train-data; else None."""
+    samples, columns = content.get("samples"), content.get("rollout_data")
+    if isinstance(samples, list) and samples and all(isinstance(sample, Mapping) for sample in samples):
+        return samples
+    if not isinstance(columns, Mapping):
+        return None
+    lists = {name: column for name, column in columns.items() if isinstance(column, list)}
+    return [
+        {
+            name: [value.tolist() if isinstance(value, Tensor) else value for value in column]
+            for name, column in lists.items()
+        }
+    ]
 
 
 def sampled_of_lines(path: Path) -> Sampled | None:
@@ -108,7 +123,7 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         rewards=_numbers([_first(row, REWARD) for row in rows]),
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
         group_ids=_groups([_first(row, GROUP) for row in rows]),
-        dialect=_program_of(rows[0]),
+        program=program_of_record(rows[0]),
         tokens=_tokens([_first(row, TOKENS) for row in rows], [len(piece[0]) for piece in pieces], width),
     )
 
@@ -140,15 +155,9 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         rewards=rewards.float() if rewards is not None and rewards.shape == rollout.shape[:1] else None,
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
         group_ids=_groups(of_each(GROUP)),
-        dialect=_program_of(tensors),
+        program=program_of_record(tensors),
         tokens=None if tokens is None else tokens[:, tokens.shape[1] - rollout.shape[1] :].long(),
     )
-
-
-def _program_of(names: Iterable[str]) -> str:
-    """Dialect of the program that writes these fields; ours if the fields do not tell."""
-    found = (program for program, own in _FIELDS_OF.items() if not own.isdisjoint(names))
-    return next(found, OWN)
 
 
 def _rows(value: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
@@ -179,7 +188,7 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
         if values is not None and (not isinstance(values, list) or len(values) != len(rollout)):
             found = len(values) if isinstance(values, list) else type(values).__name__
             raise ValueError(f"{path}: response {index} has {len(rollout)} {ROLLOUT[0]}, {name} has {found}")
-    if _first(row, WHOLE) == 0:
+    if _first(row, SEQUENCE_MASK) == 0:
         mask = [0] * len(rollout)
     try:
         torch.tensor([[_float(value) for value in values] for values in (rollout, old or rollout, mask)])

@@ -6,21 +6,30 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc.attribution.verdict import where_in_words
 from megatron_rc.doctor.advice import EXP_LIMIT, Choice, Effect, candidates, choose, effect
 from megatron_rc.doctor.inputs import Evidence
-from megatron_rc.doctor.other_words import WORDS
-from megatron_rc.doctor.ranges import RANGES
-from megatron_rc.doctor.rule import WEIGHTS, Rule, Verdict
-from megatron_rc.doctor.rules import judge, not_looked_at
-from megatron_rc.doctor.signs import OTHER_DISTANCES
+from megatron_rc.doctor.programs import WORDS
+from megatron_rc.doctor.rules import (
+    BY_NAME,
+    FAR,
+    OTHER_DISTANCES,
+    WEIGHTS,
+    Rule,
+    Verdict,
+    judge,
+    not_looked_at,
+    sentence,
+)
 from megatron_rc.measures.measure import REWARD_SIGNS
 
 HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
+NOTHING = "nothing wrong between engine and trainer"
 # Upper limit of k3 in nats for each sentence.
 GRADES = (
     (1e-3, "the policies are as close as rounding to bfloat16 leaves them"),
     (1e-2, "the policies differ; a correction handles it"),
-    (1e-1, "the policies are far apart; find the cause before relying on a correction"),
+    (FAR, "the policies are far apart; find the cause before relying on a correction"),
     (math.inf, "these are two different policies; repair the cause first"),
 )
 # Facts about the distance in the order of the report: name, label, format.
@@ -30,6 +39,7 @@ SHOWN = (
     ("abs_log_ratio", "mean |log ρ|", "{:.3g}"),
     ("probs_diff_mean", "mean |Δp|", "{:.3g}"),
     ("mult_prob_error", "mean exp|log ρ|", "{:.4g}"),
+    ("probs_correlation", "correlation of the probabilities", "{:.3f}"),
     ("ratio_mean", "mean ρ", "{:.4g}"),
     ("ppl_ratio", "perplexity, trainer / engine", "{:.4g}"),
     ("chi2_token", "χ² of tokens", "{:.3g}"),
@@ -69,25 +79,30 @@ def examine(evidence: Evidence) -> Report:
     return Report(evidence, verdicts, not_looked_at(facts), choice, effects)
 
 
+def notes_of(report: Report) -> list[str]:
+    """Sentences about omissions, and about single batches beyond a limit that are no verdict."""
+    notes = list(report.evidence.notes)
+    jump, facts = BY_NAME["jump"], report.evidence.facts
+    if facts["beyond_count"] > 0 and not jump.holds(facts):
+        notes.append(sentence(jump, facts))
+    return notes
+
+
 def in_words(report: Report) -> str:
     """The report as text."""
     parts = [
         report.evidence.what,
-        *(f"note: {note}" for note in report.evidence.notes),
+        *(f"note: {note}" for note in notes_of(report)),
         "",
         *_distance(report),
         *_found(report),
         *_proposed(report),
     ]
-    complaints = _complaints(report)
-    if complaints:
-        parts += ["", "Outside of published ranges (docs/doctor.md says where ours differ)"]
-        parts += [f"  {one}" for one in complaints]
     if report.not_looked_at:
         names = ", ".join(rule.name for rule in report.not_looked_at)
         parts += ["", f"Not tested, because the input lacks the numbers: {names}."]
         if report.evidence.sampled is None:
-            parts.append(f"A recorded batch has them ({WORDS[report.evidence.dialect]['record']}).")
+            parts.append(f"A recorded batch has them ({WORDS[report.evidence.program]['record']}).")
     return "\n".join(parts)
 
 
@@ -101,6 +116,9 @@ def _distance(report: Report) -> list[str]:
         logs = (max(-EXP_LIMIT, min(EXP_LIMIT, facts[f"log_ratio_p{quantile}"])) for quantile in _QUANTILES)
         ratios = "  ".join(f"{math.exp(log):.3g}" for log in logs)
         lines.append(f"  {'ρ at 1, 5, 50, 95, 99 %':<40}{ratios}")
+    where = where_in_words(facts)
+    if where is not None:
+        lines.append(f"  {where}")
     return lines if len(lines) > 1 else [*lines, "  not known: the log-probs of the trainer are missing"]
 
 
@@ -108,19 +126,19 @@ def _found(report: Report) -> list[str]:
     lines = ["", "What is wrong"]
     if report.code != WRONG:
         unknown = "no fault found, but the input has no log-probs of the trainer"
-        lines.append(f"  {'nothing wrong' if report.code == HEALTHY else unknown}")
+        lines.append(f"  {NOTHING if report.code == HEALTHY else unknown}")
         lines += ["", "What other weights would improve"] if report.verdicts else []
     for number, verdict in enumerate(report.verdicts, start=1):
         rule = verdict.rule
         lines += [f"  {number}. {rule.title} ({rule.name})", f"     {verdict.words}"]
-        lines += [f"     Do: {rule.advice_in(report.evidence.dialect)}.", f"     Source: {rule.sources}"]
+        lines += [f"     Do: {rule.advice_in(report.evidence.program)}.", f"     Source: {rule.sources}"]
     return lines
 
 
 def _proposed(report: Report) -> list[str]:
     if report.choice is None:
         return []
-    settings = report.choice.settings(report.evidence.dialect)
+    settings = report.choice.settings(report.evidence.program)
     lines = ["", "What to use", *(f"  {line}" for line in settings), f"  {report.choice.why}."]
     if report.effects:
         lines.append(f"  {'on this batch':<46}{'ESS':>7}{'mean w':>9}{'tokens rejected':>17}{'of reward -/0/+':>22}")
@@ -136,24 +154,21 @@ def _proposed(report: Report) -> list[str]:
     return lines
 
 
-def _complaints(report: Report) -> list[str]:
-    return [complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))]
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """The report as one JSON object without unknown numbers."""
     facts = {name: value for name, value in sorted(report.evidence.facts.items()) if math.isfinite(value)}
     return {
         "input": report.evidence.what,
-        "notes": list(report.evidence.notes),
+        "notes": notes_of(report),
         "exit_code": report.code,
+        "attribution": where_in_words(report.evidence.facts),
         "verdicts": [
             {
                 "name": verdict.rule.name,
                 "kind": verdict.rule.kind,
                 "title": verdict.rule.title,
                 "words": verdict.words,
-                "advice": verdict.rule.advice_in(report.evidence.dialect),
+                "advice": verdict.rule.advice_in(report.evidence.program),
                 "sources": verdict.rule.sources,
                 "numbers": {name: value for name, value in verdict.numbers.items() if math.isfinite(value)},
             }
@@ -166,8 +181,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "preset": report.choice.preset,
             "arguments": report.choice.arguments,
             "flags": report.choice.flags(),
-            "dialect": report.evidence.dialect,
-            "settings": "\n".join(report.choice.settings(report.evidence.dialect)),
+            "program": report.evidence.program,
+            "settings": "\n".join(report.choice.settings(report.evidence.program)),
             "why": report.choice.why,
         },
         "effects": [
@@ -175,6 +190,5 @@ def as_json(report: Report) -> dict[str, Any]:
             | {name: value for name, value in vars(one).items() if name != "choice"}
             for one in report.effects
         ],
-        "outside_of_published_ranges": _complaints(report),
         "facts": facts,
     }

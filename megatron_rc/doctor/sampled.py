@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_rc import CorrectionResult, RolloutBatch, RolloutCorrectionConfig, SamplingParams, correct_rollouts
-from megatron_rc.doctor.other_words import OWN
+from megatron_rc.doctor.programs import OWN
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class Sampled:
     sampling: SamplingParams | None = None
     group_ids: Tensor | None = None  # [n] int64, equal for the responses to one prompt
     tokens: Tensor | None = None  # [n, s] int64, token ids
-    dialect: str = OWN  # of the settings of the program that wrote the record
+    program: str = OWN  # that wrote the record
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:
@@ -43,10 +44,12 @@ class Sampled:
             sampling=sampling,
         )
 
-    def corrected(self, config: RolloutCorrectionConfig, rewards: Tensor | None = None) -> CorrectionResult:
-        """The correction of a record that has log π_old."""
+    def corrected(
+        self, config: RolloutCorrectionConfig, rewards: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> CorrectionResult:
+        """The correction of a record that has log π_old; ``dtype`` is that of the weights."""
         assert self.old_log_probs is not None
-        old, rollout = self.old_log_probs.float(), self.rollout_log_probs.float()
+        old, rollout = self.old_log_probs.to(dtype), self.rollout_log_probs.to(dtype)
         return correct_rollouts(old, rollout, self.response_mask, config, rewards=rewards, allow_zero_log_probs=True)
 
     def usable(self) -> Tensor:

@@ -1,104 +1,231 @@
-"""Facts of a run from its metrics: the present level, changes over the run, and the first step of a drift."""
+"""Facts of a run from its metrics: the present level, changes over the run, and single batches beyond a limit.
+
+All facts have one value for each rollout batch. A program that makes several optimizer steps of a batch writes a row
+for each, which repeats the batch's rewards.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from statistics import fmean, median
 
+from megatron_rc.attribution.verdict import attribution_of
 from megatron_rc.doctor.facts import Facts, level_of, of_tokens
 
-WINDOW = 10  # the last steps, whose medians are the present
+WINDOW = 10  # the last batches, whose medians are the present
 GROWING = ("response_length", "chi2_seq")  # numbers whose growth is a fact
-MIN_STEPS = 9  # the fewest steps for a growth
-# Numbers that are kept for every step of the run.
+MIN_BATCHES = 9  # the fewest batches for a growth
+# Numbers whose course over the run is a fact.
 OVER_THE_RUN = (*GROWING, "entropy", "k3_kl", "rollout_is_eff_sample_size", "grad_norm", "reward", "nonzero_advantages")
-_STALENESS = re.compile(r"staleness_(\d+)_kl")
 LEAST_K3 = 1e-6  # nats; a smaller k3 counts as this, so that growth from 0 is no drift
 BEGUN = 2.0  # a drift begins when k3 stays above its lowest level times this
+K3 = 2e-3  # nats; a smaller distance is rounding to bfloat16
+MOST_STEPS = 16  # rows of one batch that are kept of the last batches
+_ROWS_OF_ONE_BATCH = ("reward", "response_length")  # equal in all rows of a batch
 _STRETCHES = 10
-_FEWEST = 3  # steps that a mean reward is taken over
+_FEWEST = 3  # batches that a mean reward is taken over
 _DEVIATION = 1.048  # standard deviation of normal noise over the median distance of two values: 1 / (0.6745 √2)
+_STALENESS = re.compile(r"staleness_(\d+)_kl")
 
 
-@dataclass
-class Track:
-    """One number over a run: its steps in order, and its value at each; 16 bytes a step."""
+@dataclass(frozen=True)
+class Limit:
+    """Limit of a number in a single batch.
 
-    steps: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
+    A batch is beyond it if the number is above ``limit`` and above ``jump`` times the run's median, or above ``gross``.
+    """
+
+    limit: float
+    gross: float
+    jump: float = 5.0
+
+
+# Distances; and shares of tokens or sequences, which a correction rejects, gives weight 0, or bounds.
+_SHARE = Limit(limit=0.5, gross=0.9, jump=2.0)
+LIMITS = {
+    "k3_kl": Limit(limit=K3, gross=0.1),
+    "kl": Limit(limit=0.1, gross=1.0),
+    "probs_diff_mean": Limit(limit=0.01, gross=0.2),
+    "mult_prob_error": Limit(limit=1.05, gross=2.0, jump=1.05),
+    "abs_log_ratio": Limit(limit=0.1, gross=1.0),
+    "rollout_is_veto_fraction": Limit(limit=0.1, gross=0.5),
+    "rollout_rs_masked_fraction": _SHARE,
+    "rollout_is_masked_fraction": _SHARE,
+    "rollout_is_oob_ratio": _SHARE,
+    "rollout_is_ratio_fraction_high": _SHARE,
+}
+_KEPT = tuple(dict.fromkeys((*OVER_THE_RUN, *LIMITS)))
 
 
 class History:
-    """The last ``WINDOW`` rows of a run's metrics, under our names, and ``OVER_THE_RUN`` of every step."""
+    """The last rows of a run's metrics, under our names, and the numbers that the facts need of every row.
+
+    It keeps 8 bytes for each row and each of these numbers, and whole rows for the last ``WINDOW`` batches.
+    """
 
     def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
-        self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
-        self.tracks = {name: Track() for name in OVER_THE_RUN}
-        self.num_rows = 0
+        self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW * MOST_STEPS)
+        self.steps = array("d")
+        self.columns = {name: array("d") for name in _KEPT}
+        self.known: set[str] = set()  # the columns with a number
+        # An attribution is made in few steps of a run; the newest counts.
+        self.attribution: dict[str, float] = {}
         for row in rows:
             self.add(row)
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.steps)
+
     def add(self, row: Mapping[str, float]) -> None:
-        """Add the row of the next step."""
+        """Add the row of the next optimizer step."""
         row = {**of_tokens(row), **row}
-        self.num_rows += 1
+        self.steps.append(row.get("step", len(self.steps) + 1))
         self.last.append(row)
-        for name, track in self.tracks.items():
-            if name in row:
-                track.steps.append(row.get("step", self.num_rows))
-                track.values.append(row[name])
+        self.known |= row.keys() & self.columns.keys()
+        self.attribution = attribution_of(row) or self.attribution
+        for name, column in self.columns.items():
+            column.append(row.get(name, math.nan))
+
+    def batches(self) -> list[range]:
+        """The rows of each rollout batch.
+
+        A batch ends where its reward or its length changes (k3, if both are unknown), and after the number of rows that
+        most batches have: two batches may have equal rewards.
+        """
+        names = [name for name in _ROWS_OF_ONE_BATCH if not all(map(math.isnan, self.columns[name]))]
+        keys = zip(*(self.columns[name] for name in names or ["k3_kl"]), strict=True)
+        # NaN is not equal to itself; its text is.
+        runs = [len(list(rows)) for _, rows in groupby(map(repr, keys))]
+        usual, count = Counter(runs[:-1]).most_common(1)[0] if len(runs) > 1 else (1, 1)
+        # One long run of equal numbers is no evidence: a reward may stay where it is.
+        if count < 2 or 2 * count < len(runs) - 1 or usual > MOST_STEPS:
+            usual = 1
+        batches, begin = [], 0
+        for length in runs:
+            for first in range(begin, begin + length, usual):
+                batches.append(range(first, min(first + usual, begin + length)))
+            begin += length
+        return batches
+
+
+@dataclass(frozen=True)
+class _Course:
+    """One number over a run: the step at which each batch begins, and its mean over the batch's rows."""
+
+    steps: list[float]
+    values: list[float]
+
+
+def _courses(history: History, batches: Sequence[range]) -> dict[str, _Course]:
+    """The course of each number; batches without it are left out."""
+    courses = {}
+    for name, column in history.columns.items():
+        steps: list[float] = []
+        values: list[float] = []
+        for batch in batches if name in history.known else ():
+            known = [column[row] for row in batch if not math.isnan(column[row])]
+            if known:
+                steps.append(history.steps[batch.start])
+                values.append(fmean(known))
+        courses[name] = _Course(steps, values)
+    return courses
 
 
 def facts_of_series(history: History, settings: Mapping[str, str] | None = None, level: str | None = None) -> Facts:
-    """Medians of the last steps of at least one, and changes over the run.
+    """Medians of the last batches of at least one, changes over the run, and batches beyond a limit.
 
     ``settings`` are the run's flags without leading dashes; None if they are unknown. ``level`` is the level of the
     weights, or ``none`` without weights. Default: the level in the settings, else the one that the metrics tell.
     """
-    last: dict[str, list[float]] = {}
-    for row in history.last:
-        for name, value in row.items():
-            last.setdefault(name, []).append(value)
-    facts = Facts({name: median(values) for name, values in last.items()})
+    batches = history.batches()
+    courses = _courses(history, batches)
+    facts = Facts(_present(history, batches) | history.attribution)
     for name in GROWING:
-        values = history.tracks[name].values
+        values = courses[name].values
         third = len(values) // 3
-        if len(values) >= MIN_STEPS and sum(values[:third]) > 0:
+        if len(values) >= MIN_BATCHES and sum(values[:third]) > 0:
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
-    facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | _trends(history.tracks)
-    facts |= _signal(history.tracks["reward"], history.tracks["nonzero_advantages"])
+    facts |= _staleness(facts) | _entropy(courses["entropy"].values) | _trends(courses)
+    facts |= _signal(courses["reward"], courses["nonzero_advantages"]) | _beyond(courses)
     in_metrics = filter(None, map(level_of, reversed(history.last)))
     level = level or (settings or {}).get("rollout-is") or next(in_metrics, None)
-    facts |= _of_level(facts, level)
-    if settings is not None:
-        facts["gspo"] = float(settings.get("policy-loss") == "gspo")
-        applied = settings.get("rollout-is-apply", "true") == "true"
-        facts["sequence_weights"] = float(settings.get("rollout-is") == "sequence" and applied)
-        facts["token_weights"] = float(settings.get("rollout-is") == "token" and applied)
-        with suppress(KeyError, ValueError):
-            facts["entropy_bonus"] = float(settings["grpo-entropy-term-weight"])
+    if level is not None:
+        facts["of_sequences"] = float(level == "sequence")
+    if level == "sequence" and "rollout_is_raw_eff_sample_size" in facts:
+        facts["sequence_eff_sample_size"] = facts["rollout_is_raw_eff_sample_size"]
+    return facts if settings is None else Facts(facts | _of_settings(settings))
+
+
+def _present(history: History, batches: Sequence[range]) -> dict[str, float]:
+    """Median of each number over the last batches; a batch counts by the mean of its rows."""
+    first_kept = history.num_rows - len(history.last)
+    by_batch: dict[str, list[float]] = {}
+    for batch in batches[-WINDOW:]:
+        rows = [history.last[row - first_kept] for row in batch if row >= first_kept]
+        for name in {name for row in rows for name in row}:
+            by_batch.setdefault(name, []).append(fmean(row[name] for row in rows if name in row))
+    return {name: median(values) for name, values in by_batch.items()}
+
+
+def _of_settings(settings: Mapping[str, str]) -> dict[str, float]:
+    """Facts that the flags of a run tell."""
+    is_applied = settings.get("rollout-is-apply", "true") == "true"
+    facts = {
+        "gspo": float(settings.get("policy-loss") == "gspo"),
+        "sequence_weights": float(settings.get("rollout-is") == "sequence" and is_applied),
+        "token_weights": float(settings.get("rollout-is") == "token" and is_applied),
+    }
+    with suppress(KeyError, ValueError):
+        facts["entropy_bonus"] = float(settings["grpo-entropy-term-weight"])
+    with suppress(KeyError, ValueError):
+        facts["upper_bound"] = float(settings["rollout-is-threshold"].rpartition("_")[2])
     return facts
 
 
-def _of_level(facts: Facts, level: str | None) -> dict[str, float]:
-    """Facts that logged weights of this level give."""
-    found = {} if level is None else {"of_sequences": float(level == "sequence")}
-    if level == "sequence" and "rollout_is_raw_eff_sample_size" in facts:
-        found["sequence_eff_sample_size"] = facts["rollout_is_raw_eff_sample_size"]
-    # Programs that log a mean weight without a deviation mean the one of tokens.
-    if level in (None, "token") and "rollout_is_raw_mean" in facts and "rollout_is_raw_std" not in facts:
-        found["ratio_mean"] = facts["rollout_is_raw_mean"]
-    return found
+def _beyond(courses: Mapping[str, _Course]) -> dict[str, float]:
+    """Batches with a number beyond its limit: how many, of the last ones, the first and the last step, and the numbers.
+
+    Nothing if no number with a limit is known.
+    """
+    number = max(len(courses[name].values) for name in LIMITS)
+    if not number:
+        return {}
+    steps: set[float] = set()
+    facts: dict[str, float] = {}
+    newest = max(courses[name].steps[-1] for name in LIMITS if courses[name].steps)
+    for name, limit in LIMITS.items():
+        course = courses[name]
+        if not course.values:
+            continue
+        sizes = list(map(abs, course.values))
+        level = max(limit.limit, limit.jump * median(sizes))
+        over = [at for at, size in zip(course.steps, sizes, strict=True) if size > min(level, limit.gross)]
+        if over:
+            facts[f"beyond_{name}"] = max(sizes)
+        steps |= set(over)
+    recent = sorted({at for name in LIMITS for at in courses[name].steps})[-WINDOW:]
+    facts |= {
+        "beyond_count": float(len(steps)),
+        "beyond_share": len(steps) / number,
+        "beyond_recent": float(sum(at in steps for at in recent)),
+        "beyond_last": float(newest in steps),
+    }
+    if steps:
+        facts |= {"beyond_first_step": min(steps), "beyond_last_step": max(steps)}
+    return facts
 
 
 def _entropy(values: Sequence[float]) -> dict[str, float]:
-    """Median entropy of the last steps over the lowest median of earlier steps."""
+    """Median entropy of the last batches over the lowest median of earlier batches."""
     if len(values) < 3 * WINDOW:
         return {}
     ends = range(WINDOW, len(values) - WINDOW + 1)
@@ -115,48 +242,48 @@ def _staleness(facts: Facts) -> dict[str, float]:
     return {"staleness_kl_growth": abs(stale) / max(abs(fresh), 1e-5)}
 
 
-def _trends(tracks: Mapping[str, Track]) -> dict[str, float]:
-    """Changes of k3, reward, effective sample size and gradient norm, each if it has three windows of steps.
+def _trends(courses: Mapping[str, _Course]) -> dict[str, float]:
+    """Changes of k3, reward, effective sample size and gradient norm, each if it has three windows of batches.
 
-    The present level is the median of the last ``WINDOW`` steps. Earlier levels are medians of up to ten equal
-    stretches of the steps before. ``drift_since`` is the step from which k3 stays above twice its lowest level;
+    The present level is the median of the last ``WINDOW`` batches. Earlier levels are medians of up to ten equal
+    stretches of the batches before. ``drift_since`` is the step from which k3 stays above twice its lowest level;
     ``reward_fall`` is in standard deviations of the reward's noise.
     """
-    known = {name: track.values for name, track in tracks.items() if len(track.values) >= 3 * WINDOW}
+    known = {name: course.values for name, course in courses.items() if len(course.values) >= 3 * WINDOW}
     now = {name: median(values[-WINDOW:]) for name, values in known.items()}
     levels = {name: _levels(values[:-WINDOW]) for name, values in known.items()}
-    found: dict[str, float] = {}
+    facts: dict[str, float] = {}
     if "k3_kl" in known:
         low = max(min(levels["k3_kl"]), LEAST_K3)
-        since = _since(tracks["k3_kl"], BEGUN * low)
-        found |= {"k3_growth": now["k3_kl"] / low, "k3_low": low, "drift_since": since}
+        since = _since(courses["k3_kl"], BEGUN * low)
+        facts |= {"k3_growth": now["k3_kl"] / low, "k3_low": low, "drift_since": since}
     if "reward" in known:
         best = max(levels["reward"])
-        found |= {"reward_fall": (best - now["reward"]) / _noise(known["reward"]), "reward_best": best}
+        facts |= {"reward_fall": (best - now["reward"]) / _noise(known["reward"]), "reward_best": best}
     if "rollout_is_eff_sample_size" in known:
         best = max(levels["rollout_is_eff_sample_size"])
-        found |= {"ess_fall": best - now["rollout_is_eff_sample_size"], "ess_best": best}
+        facts |= {"ess_fall": best - now["rollout_is_eff_sample_size"], "ess_best": best}
     if "grad_norm" in known and min(levels["grad_norm"]) > 0:
-        found["grad_norm_growth"] = now["grad_norm"] / min(levels["grad_norm"])
-    return found
+        facts["grad_norm_growth"] = now["grad_norm"] / min(levels["grad_norm"])
+    return facts
 
 
-def _signal(rewards: Track, nonzero: Track) -> dict[str, float]:
-    """How many of the last steps had no advantage at all, and their reward against the best one before them.
+def _signal(rewards: _Course, nonzero: _Course) -> dict[str, float]:
+    """How many of the last batches had no advantage at all, and their reward against the best one before them.
 
-    From the mean reward of each step, and the share of its responses that have an advantage. The present is at most
-    ``WINDOW`` steps, and half of the run. ``reward_peak`` is the highest mean of as many steps in a row before it.
-    Nothing for a run of less than six such steps.
+    From the mean reward of each batch, and the share of its responses that have an advantage. The present is at most
+    ``WINDOW`` batches, and half of the run. ``reward_peak`` is the highest mean of as many batches in a row before it.
+    Nothing for a run of less than six such batches.
     """
     shares = dict(zip(nonzero.steps, nonzero.values, strict=True))
-    steps = [(reward, shares[at]) for at, reward in zip(rewards.steps, rewards.values, strict=True) if at in shares]
-    width = min(WINDOW, len(steps) // 2)
+    known = [(reward, shares[at]) for at, reward in zip(rewards.steps, rewards.values, strict=True) if at in shares]
+    width = min(WINDOW, len(known) // 2)
     if width < _FEWEST:
         return {}
-    values = [reward for reward, _ in steps]
+    values = [reward for reward, _ in known]
     begins = range(len(values) - 2 * width + 1)
     return {
-        "silent_share": fmean(share == 0 for _, share in steps[-width:]),
+        "silent_share": fmean(share == 0 for _, share in known[-width:]),
         "reward_now": fmean(values[-width:]),
         "reward_peak": max(fmean(values[begin : begin + width]) for begin in begins),
     }
@@ -168,15 +295,15 @@ def _levels(values: Sequence[float]) -> list[float]:
     return [median(values[begin:end]) for begin, end in pairwise(cuts)]
 
 
-def _since(track: Track, level: float) -> float:
+def _since(course: _Course, level: float) -> float:
     """The step after the last window whose median is at most ``level``."""
-    for end in range(len(track.values), WINDOW - 1, -1):
-        if median(track.values[end - WINDOW : end]) <= level:
-            return track.steps[min(end, len(track.steps) - 1)]
-    return track.steps[0]
+    for end in range(len(course.values), WINDOW - 1, -1):
+        if median(course.values[end - WINDOW : end]) <= level:
+            return course.steps[min(end, len(course.steps) - 1)]
+    return course.steps[0]
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Standard deviation of the noise between steps; at least a thousandth of the range."""
+    """Standard deviation of the noise between batches; at least a thousandth of the range."""
     distances = median(abs(after - before) for before, after in pairwise(values))
     return max(_DEVIATION * distances, 1e-3 * (max(values) - min(values)), 1e-12)

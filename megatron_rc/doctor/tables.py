@@ -1,4 +1,4 @@
-"""Readers of metrics: JSON, JSON lines and CSV of any program."""
+"""The reader of metrics: JSON, JSON lines, CSV, TensorBoard's folders and ``trainer_state.json`` of any program."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.metric_names import STEP_NAMES, own_name
-from megatron_rc.doctor.series import History
+from megatron_rc.doctor.programs import STEP_NAMES, own_name
+from megatron_rc.doctor.series import LIMITS, History
 
 Row = dict[str, float]
-_OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward"}  # metrics that any run has
+EVENTS = "events.out.tfevents.*"
+_OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward", "entropy"}  # metrics that any run has
+# Lists under these names have a number for each token: such a line is a response, not the history of a run.
+_OF_TOKENS = {
+    "token_ids",
+    "tokens",
+    "input_ids",
+    "position_ids",
+    "responses",
+    "loss_mask",
+    "response_mask",
+    "token_mask",
+}
 
 
 def object_of(line: str) -> dict[str, Any] | None:
@@ -29,7 +41,7 @@ def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
     """The objects of a text, one JSON value or JSON lines as in :func:`parse_lines`; ValueError if there is none."""
     try:
         values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         values = list(parse_lines(text.split("\n"), path))  # not splitlines(): strings may hold its other line ends
     return _objects(values, path)
 
@@ -45,8 +57,10 @@ def parse_lines(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
             break
         try:
             yield from _objects([json.loads(line)], path)
-        except (json.JSONDecodeError, RecursionError):
+        except json.JSONDecodeError:
             damaged = number
+        except (ValueError, RecursionError) as problem:  # of an integer of thousands of digits, or deep nesting
+            raise ValueError(f"{path}: line {number} cannot be read ({problem})") from None
     if damaged and (damaged == 1 or damaged < number):
         raise ValueError(f"{path}: line {damaged} is not JSON: the file is damaged")
 
@@ -58,42 +72,66 @@ def _objects(values: Any, path: Path) -> list[dict[str, Any]]:
     return values
 
 
-def rows_of_objects(objects: Iterable[Mapping[str, Any]], prefix: str = "") -> Iterator[Mapping[str, Any]]:
-    """One mapping for each step; reads names below ``data`` (verl's logger) and names that hold all steps."""
-    for value in objects:
+def rows_of_objects(objects: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Iterator[Mapping[str, Any]]:
+    """One mapping for each step.
+
+    An object is a step, has its metrics below ``data`` (verl's logger), has all steps in ``log_history`` (the
+    ``trainer_state.json`` of transformers), or has a list or an object of steps under each name. Only a file of one
+    object may have such lists; in several they are numbers of tokens, and a ValueError.
+    """
+    with_lists = 0
+    for number, value in enumerate(objects, start=1):
+        if isinstance(value.get("log_history"), list):
+            yield from _objects(value["log_history"], path)
+            continue
         if isinstance(value.get("data"), dict):
             value = {**value, **value["data"]}
-        columns = {name: _by_step(column) for name, column in value.items() if isinstance(column, (list, dict))}
-        if not any(own_name(_unprefixed(name, prefix)) for name in columns):
+        columns = {
+            name: column
+            for name, column in value.items()
+            if isinstance(column, (list, dict)) and own_name(_unprefixed(name, prefix)) is not None
+        }
+        with_lists += any(isinstance(column, list) for column in columns.values())
+        if with_lists and (number > 1 or any(isinstance(value.get(name), list) for name in _OF_TOKENS)):
+            names = ", ".join(sorted(columns))
+            raise ValueError(
+                f"{path}: {names} has a number for each token: this is a record of responses without the log-probs of "
+                "both policies, and no history of a run"
+            )
+        if not columns:
             yield value
             continue
-        steps = {step for column in columns.values() for step in column}
+        by_step = {name: _by_step(column) for name, column in value.items() if name in columns or name in STEP_NAMES}
+        steps = {step for column in by_step.values() for step in column}
         for step in sorted(steps):
-            yield {"step": step, **{name: column[step] for name, column in columns.items() if step in column}}
+            yield {"step": step, **{name: column[step] for name, column in by_step.items() if step in column}}
 
 
-def _by_step(column: list[Any] | dict[str, Any]) -> dict[int, Any]:
+def _by_step(column: Any) -> dict[int, Any]:
     """Values by step, from NeMo-RL's ``{"1": 0.1, "2": 0.2}`` or a list that begins with step 1."""
     if isinstance(column, list):
         return dict(enumerate(column, start=1))
-    return {int(step): value for step, value in column.items() if step.isdecimal()}
+    if isinstance(column, dict):
+        return {int(step): value for step, value in column.items() if step.isdecimal()}
+    return {}
 
 
 def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]:
     """The rows of a table whose first line has names.
 
-    ValueError if it is no CSV, or if two columns are the same metric, as in an export of several runs.
+    ValueError if it is no CSV, or if a metric has several columns, as in an export of several runs.
     """
     reader = csv.DictReader(lines)
     try:
         names = [name for name in reader.fieldnames or () if name and not name.endswith(("__MIN", "__MAX"))]
         seen: dict[str, str] = {}
         for name in names:
-            own = own_name(name)
-            if own is not None and own in seen:
-                raise ValueError(f"{path}: the columns {seen[own]!r} and {name!r} are both {own}: export one run")
-            if own is not None:
-                seen[own] = name
+            metric = name.rpartition(" - ")[2].strip()
+            if own_name(name) is not None and metric in seen:
+                raise ValueError(
+                    f"{path}: the columns {seen[metric]!r} and {name!r} are both {own_name(name)}: export one run"
+                )
+            seen[metric] = name
         for line in reader:
             yield {name: line[name] for name in names}
     except csv.Error as problem:
@@ -102,25 +140,45 @@ def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]
         ) from None
 
 
-def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
-    """Metrics of a run under our names, the number of rows left out because of NaN or infinity, and the file's names.
+def rows_of_events(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The scalars of each step in a folder of TensorBoard's event files; ImportError without TensorBoard."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ModuleNotFoundError:
+        raise ImportError(f"{folder} needs tensorboard, which is not installed: pip install tensorboard") from None
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    by_step: dict[int, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            by_step.setdefault(event.step, {})[name] = event.value
+    for step in sorted(by_step):
+        yield {"step": step, **by_step[step]}
 
+
+def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
+    """Metrics of a run under our names, the number of rows with NaN or infinity, and the file's names.
+
+    Of a row with NaN or infinity only the numbers with a limit are kept, which are then infinite: beyond it.
     ``prefix`` is the run's own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of
     the two policies, or none has numbers.
     """
-    found, bad = History(), 0
+    history, bad = History(), 0
     names: set[Any] = set()
     for row in rows:
         names |= row.keys()
         own = own_row(row, prefix)
         if not own.keys() - _OF_ANY_RUN:
             continue
-        if all(map(math.isfinite, own.values())):
-            found.add(own)
-        else:
+        if not all(map(math.isfinite, own.values())):
             bad += 1
-    if found.num_rows:
-        return found, bad, names
+            own = {
+                name: value if math.isfinite(value) else math.inf
+                for name, value in own.items()
+                if name == "step" or (name in LIMITS and not math.isfinite(value))
+            }
+        history.add(own)
+    if history.num_rows > bad:
+        return history, bad, names
     if bad:
         raise ValueError(f"{path}: all {bad} rows have a number that is NaN or infinite: the log-probs are broken")
     raise ValueError(f"{path} {_without_metrics(names)}")
@@ -140,13 +198,16 @@ def _without_metrics(names: set[Any]) -> str:
         )
     shown = ", ".join(sorted(map(str, names))[:5]) or "none"
     return (
-        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and others, the "
-        "mismatch/ names of 2025-10, or the names of slime or NeMo-RL"
+        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and others, or the names of "
+        "slime, NeMo-RL, TRL or prime-rl"
     )
 
 
 def own_row(row: Mapping[str, Any], prefix: str) -> Row:
-    """The numbers of one step under our names, without metrics that the rules do not use."""
+    """The numbers of one step under our names, without metrics that the rules do not use.
+
+    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's.
+    """
     own: Row = {}
     if row.get("training/rollout_probs_diff_valid") in (0, 0.0, "0"):
         row = {name: value for name, value in row.items() if "rollout_probs_diff" not in name}
@@ -154,9 +215,13 @@ def own_row(row: Mapping[str, Any], prefix: str) -> Row:
         if name is None or isinstance(value, (list, dict)):
             continue
         known = "step" if name in STEP_NAMES else own_name(_unprefixed(name, prefix))
+        is_share = "fraction" in name
         number = _number(value)
-        if known is not None and number is not None:
-            own[known] = number
+        if known is None or number is None:
+            continue
+        if is_share and known in own:
+            number = min(own[known] + number, 1.0)
+        own[known] = number
     return own
 
 

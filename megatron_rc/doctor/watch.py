@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rc.doctor.other_words import OWN
+from megatron_rc.doctor.programs import OWN
 from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
@@ -34,14 +34,18 @@ class Watch:
             self.history.add(row | {"step": float(step)})
         if step % self.interval or not self.history.num_rows:
             return None
-        found = judge(facts_of_series(self.history, self.settings))
-        names, before = tuple(verdict.rule.name for verdict in found), self._verdicts
+        facts = facts_of_series(self.history, self.settings)
+        # A line speaks of the present: batches beyond a limit that lie farther back had a line of their own.
+        facts["beyond_share"] = 0.0
+        verdicts = judge(facts)
+        names = tuple(verdict.rule.name for verdict in verdicts)
+        before = self._verdicts
         if names == before:
             return None
         self._verdicts = names
-        if not found:
-            return f"doctor after step {step}: nothing is wrong any more (before: {', '.join(before)})"
-        first, *others = found
+        if not verdicts:
+            return f"doctor after step {step}: nothing wrong between engine and trainer (before: {', '.join(before)})"
+        first, *others = verdicts
         more = f" Also: {', '.join(verdict.rule.name for verdict in others)}." if others else ""
         rule = first.rule
         return f"doctor after step {step}: {rule.title} ({rule.name}): {first.words}. Do: {rule.advice_in(OWN)}.{more}"

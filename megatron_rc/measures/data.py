@@ -48,11 +48,14 @@ def key_ids(shards: Shards) -> Tensor:
     last = min(first + _LOCAL_IDS, NUM_SEQUENCE_IDS) - 1
     if first:
         ids = ids + first
-    return ids.clamp(max=last)
+    if first + len(ids) - 1 > last:
+        # Sequences beyond the last id of this rank share it.
+        ids = ids.clamp(max=last)
+    return ids
 
 
 def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Tensor) -> Tensor:
-    """Return the smallest key of an unusable token of a block, 0-D int64; without one a number above all keys.
+    """Return the smallest key of an unusable token of a block, 0-D int64; without one a number from NO_KEY on.
 
     Args:
         tokens: the tokens of the block.
@@ -71,7 +74,7 @@ def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Te
     log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
     train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
     kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)
-    return torch.add(kinds, number, alpha=NUM_KINDS**2).clamp(max=NO_KEY).squeeze(0)
+    return torch.add(kinds, number, alpha=NUM_KINDS**2).squeeze(0)
 
 
 def data_columns(sums: SequenceSums) -> dict[str, Tensor]:

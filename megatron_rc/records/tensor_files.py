@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_rc.records.storage import read_safetensors
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
+TORCH_SUFFIXES = (".pt", ".pth")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz")
 MOST_BYTES = 1 << 34  # largest unpacked size of a compressed file: a small file could unpack to more than the memory
 
 
@@ -33,7 +34,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         tensors, _ = read_safetensors(path)
         return tensors
-    return _read_torch_file(path)
+    content = read_torch_file(path)
+    if isinstance(content.get("batch"), Mapping):
+        content = {**content, **content["batch"]}
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def _check_size(path: Path) -> None:
@@ -52,8 +56,13 @@ def _check_size(path: Path) -> None:
         raise ValueError(f"{path} unpacks to {size} bytes, above the limit of {MOST_BYTES}: write it in several files")
 
 
-def _read_torch_file(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file that ``torch.save`` wrote; values of other types are left out."""
+def read_torch_file(path: Path) -> Mapping[str, Any]:
+    """Return the dict in a file that ``torch.save`` wrote: tensors, numbers, strings, and lists and dicts of them.
+
+    Raises:
+        ValueError: the file is damaged, holds other objects or no dict, or unpacks to over ``MOST_BYTES``.
+    """
+    _check_size(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
@@ -69,9 +78,7 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
         ) from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}: expected a dict of tensors by name")
-    if isinstance(content.get("batch"), Mapping):
-        content = {**content, **content["batch"]}
-    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    return content
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_rc.records.storage import replacing
 from megatron_rc.replay.candidates import named, suggested, with_grid
 from megatron_rc.replay.outcome import Outcome, outcome
-from megatron_rc.replay.page import as_page
+from megatron_rc.replay.page import as_page, as_picture
 from megatron_rc.replay.reading import read_batches
 from megatron_rc.replay.report import as_dict, as_text
 from megatron_rc.replay.tokens import Recorded, recorded
@@ -28,7 +28,10 @@ def main(words: Sequence[str] | None = None) -> int:
             text = json.dumps(as_dict(data, outcomes), indent=1) + "\n"
         if args.html is not None:
             with replacing(args.html) as temporary:
-                temporary.write_text(as_page(data, outcomes), encoding="utf-8")
+                temporary.write_text(as_page(data, outcomes), encoding="utf-8", errors="backslashreplace")
+        if args.picture is not None:
+            with replacing(args.picture) as temporary:
+                temporary.write_bytes(as_picture(data, outcomes))
     except (ImportError, OSError, ValueError) as problem:
         sys.stderr.write(f"{problem}\n")
         return 2
@@ -38,23 +41,25 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _replay(args: argparse.Namespace) -> tuple[Recorded, list[Outcome]]:
     """Read the records, and run every correction that the command line asks for over them."""
-    if args.html is not None:
-        _check_page(args.html, args.batches)
+    for flag, file in (("--html", args.html), ("--picture", args.picture)):
+        if file is not None:
+            _check_file(flag, file, args.batches)
     asked = with_grid(named(args.preset, args.correction), args.grid)  # check the settings before reading large files
     data = recorded(read_batches(args.batches, args.vocab_size))
     configs = asked or with_grid(suggested([part.records for part in data.parts]), args.grid)
     return data, [outcome(data, name, config) for name, config in configs.items()]
 
 
-def _check_page(page: str, batches: Sequence[str]) -> None:
-    """Raise ValueError for a page that cannot be written, or that would replace an input."""
-    if Path(page).is_dir():
-        raise ValueError(f"--html {page!r} is a folder: expected the name of a file to write")
-    if not Path(page).parent.is_dir():
-        raise ValueError(f"--html {page}: the folder {Path(page).parent} does not exist, create it first")
-    read = [os.path.realpath(one) for one in batches]
-    if Path(page).suffix in (".safetensors", ".jsonl") or os.path.realpath(page) in read:
-        raise ValueError(f"--html {page} is the name of a record: name the page something.html")
+def _check_file(flag: str, file: str, batches: Sequence[str]) -> None:
+    """Raise ValueError for a page or picture that cannot be written, or that would replace an input."""
+    if Path(file).is_dir():
+        raise ValueError(f"{flag} {file!r} is a folder: expected the name of a file to write")
+    if not Path(file).parent.is_dir():
+        raise ValueError(f"{flag} {file}: the folder {Path(file).parent} does not exist, create it first")
+    inputs = [os.path.realpath(batch) for batch in batches]
+    if Path(file).suffix in (".safetensors", ".jsonl") or os.path.realpath(file) in inputs:
+        ending = "html" if flag == "--html" else "png"
+        raise ValueError(f"{flag} {file} is the name of a record: name it something.{ending}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
     parser.add_argument("--html", metavar="FILE", help="Also write the results as one page that needs no network.")
+    parser.add_argument("--picture", metavar="FILE", help="Also write the page's charts as one PNG picture.")
     return parser
 
 

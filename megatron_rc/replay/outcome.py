@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.chain import correct_rollouts
+from megatron_rc.doctor.advice import effective_share
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -145,28 +146,28 @@ def _power(lengths: Tensor) -> Tensor:
 
 def _weights(masks: list[Tensor], weights: list[Tensor] | None, tokens: int) -> tuple[Tensor, Weights]:
     """[n] float64 sums of the weights of each sequence, and a summary of all weights."""
-    sums, counts = [], torch.zeros(NUM_BINS, dtype=torch.int64)
-    squares, smallest, largest, accepted, zeros = 0.0, math.inf, 0.0, 0, 0
-    for index, mask in enumerate(masks):
-        held = mask.double() if weights is None else torch.where(mask, weights[index], 0)
-        sums.append(held.sum(dim=1, dtype=torch.float64))
-        accepted += int(mask.sum())
-        if not mask.any():
+    weights = [mask.double() for mask in masks] if weights is None else weights
+    sums = []
+    histogram = torch.zeros(NUM_BINS, dtype=torch.int64)
+    smallest, largest, num_accepted, zeros = math.inf, 0.0, 0, 0
+    for mask, values in zip(masks, weights, strict=True):
+        sums.append(torch.where(mask, values, 0).sum(dim=1, dtype=torch.float64))
+        accepted = values[mask]
+        if not len(accepted):
             continue
-        squares += float(held.square().sum(dtype=torch.float64))
-        smallest = min(smallest, float(torch.where(mask, held, torch.inf).amin()))
-        largest = max(largest, float(held.amax()))
-        nonzero = held[held > 0]
-        zeros += int(mask.sum()) - len(nonzero)
-        bins = (nonzero.log2_() + LOG_LIMIT).mul_(BINS_PER_POWER).clamp_(0, NUM_BINS - 1)
-        counts += torch.bincount(bins.long(), minlength=NUM_BINS)
-    every = torch.cat(sums)
-    total = float(every.sum())
-    return every, Weights(
-        mean=total / max(accepted, 1),
-        smallest=smallest if accepted else 0.0,
+        num_accepted += len(accepted)
+        smallest = min(smallest, float(accepted.amin()))
+        largest = max(largest, float(accepted.amax()))
+        nonzero = accepted[accepted > 0]
+        zeros += len(accepted) - len(nonzero)
+        bins = (nonzero.log2() + LOG_LIMIT).mul_(BINS_PER_POWER).clamp_(0, NUM_BINS - 1)
+        histogram += torch.bincount(bins.long(), minlength=NUM_BINS)
+    sequence_sums = torch.cat(sums)
+    return sequence_sums, Weights(
+        mean=float(sequence_sums.sum()) / max(num_accepted, 1),
+        smallest=smallest if num_accepted else 0.0,
         largest=largest,
-        effective_share=total**2 / (tokens * squares) if squares else 0.0,
-        histogram=counts.tolist(),
+        effective_share=effective_share(masks, weights, tokens),
+        histogram=histogram.tolist(),
         zeros=zeros,
     )

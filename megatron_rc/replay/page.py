@@ -1,143 +1,213 @@
-"""One self-contained HTML page: tables, distributions and points, with the data in it as JSON."""
+"""The comparison as one page and as one picture: the report's tables, the weights, and tokens and sequences as points.
+
+Of large inputs, points are drawn at random, with a fixed seed.
+"""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
-from importlib.resources import files
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.replay.outcome import Outcome
-from megatron_rc.replay.report import as_dict
+from megatron_rc.drawing import page
+from megatron_rc.drawing.charts import Chart, label_plainly, picture_of
+from megatron_rc.replay.outcome import Outcome, edges
+from megatron_rc.replay.report import as_text
 from megatron_rc.replay.tokens import Recorded
 
-POINTS, BAND_TOKENS, BAND_BINS = 3000, 200_000, 24
-MAX_SEQUENCES = 1500
+TITLE = "Replay of rollouts under other corrections"
+NUM_POINTS, MOST_SEQUENCES = 2000, 1500
+BAND_TOKENS, BAND_BINS = 200_000, 24
+# Corrections whose sequences have a chart of their own.
+MOST_CORRECTIONS = 6
+_LEAST_IN_BIN = 20
 _LOWEST = -16.0  # log π_rollout; less likely tokens are drawn at this edge
+_LINEAR_WIDTH = 0.1  # nats; smaller log-ratios are drawn on a linear axis
 
 
 def as_page(data: Recorded, outcomes: Sequence[Outcome]) -> str:
-    """Return the HTML of the page."""
-    return filled(_resource("page.html"), page_data(data, outcomes))
+    """Return the HTML of the page. Raises ImportError without matplotlib."""
+    tables = page.section("Side by side", page.lines_of(as_text(data, outcomes)))
+    note = "ESS: (Σ w)² / (n Σ w²), with weight 0 for rejected tokens."
+    return page.page_of(TITLE, [page.paragraph(note, is_note=True), tables, page.charts(charts_of(data, outcomes))])
 
 
-def filled(template: str, data: Any) -> str:
-    """HTML of a page that needs no other file and no network.
-
-    The template has ``@STYLE@``, ``@DRAWING@`` (JavaScript) and ``@DATA@``. Strings in the data are escaped, so that no
-    string can end the script element.
-    """
-    # Data last, so that placeholders inside of strings are not replaced.
-    template = template.replace("@STYLE@", _resource("style.css")).replace("@DRAWING@", _resource("drawing.js"))
-    return template.replace("@DATA@", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+def as_picture(data: Recorded, outcomes: Sequence[Outcome]) -> bytes:
+    """Return the charts of the page as one PNG. Raises ImportError without matplotlib."""
+    return picture_of(TITLE, charts_of(data, outcomes))
 
 
-def _resource(name: str) -> str:
-    return files("megatron_rc.replay").joinpath(name).read_text(encoding="utf-8")
-
-
-def page_data(data: Recorded, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Data of the page: the report, points for tokens and sequences, and bands.
-
-    Large inputs are drawn from at random, with a fixed seed.
-    """
+def charts_of(data: Recorded, outcomes: Sequence[Outcome]) -> list[Chart]:
+    """Return charts of the weights and of single tokens, and for each of the first corrections one of the sequences."""
     generator = torch.Generator().manual_seed(0)
-    drawn = _draw(torch.cat([part.mask.flatten() for part in data.parts]), BAND_TOKENS, generator)
-    chosen = _tokens(data, drawn)
-    points = slice(0, POINTS)
-    return {
-        "report": as_dict(data, outcomes),
-        "tokens": {name: _rounded(values[points]) for name, values in chosen.items()}
-        | {"weights": [_rounded(_weights(data, found, drawn[points])) for found in outcomes]},
-        "bands": {
-            "tokens": len(drawn),
-            "position": _bands(torch.log2(chosen["position"] + 1.0), chosen["log_ratio"]),
-            "probability": _bands(chosen["log_prob"].clamp(min=_LOWEST), chosen["log_ratio"]),
-        },
-        "sequences": _sequences(data, outcomes, generator),
-    }
+    tokens = _draw_tokens(data, generator)
+    sequences = _draw_sequences(data, generator)
+    num_sequences = int((data.lengths > 0).sum())
+    num_points = min(NUM_POINTS, len(tokens.log_ratio))
+    words = f"{num_points} points, and a line and a band of {len(tokens.log_ratio)} tokens: median, 5 % to 95 %."
+    return [
+        Chart(
+            "Weights of accepted tokens",
+            "Share of the sampled tokens in each bin.",
+            partial(_draw_weights, outcomes=outcomes, num_tokens=int(data.lengths.sum())),
+        ),
+        Chart(
+            "Ratio against position",
+            f"ρ = π_old / π_rollout of single tokens. {words}",
+            partial(_draw_over_position, tokens=tokens),
+        ),
+        Chart(
+            "Ratio against probability",
+            f"ρ of single tokens against the probability that the engine gave them. {words}",
+            partial(_draw_over_probability, tokens=tokens),
+        ),
+        *(
+            Chart(
+                f"Sequences under {outcome.name}",
+                f"ρ of whole sequences, the product over the tokens; {len(sequences)} of {num_sequences} sequences.",
+                partial(_draw_sequences_of, data=data, rows=sequences, outcome=outcome),
+            )
+            for outcome in outcomes[:MOST_CORRECTIONS]
+        ),
+    ]
 
 
-def _draw(mask: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """[k] int64: indices of True entries in random order, at most ``most``."""
-    index = mask.nonzero().flatten()
-    if len(index) > most:
-        index = index[torch.randint(len(index), (most,), generator=generator).unique()]
-    return index[torch.randperm(len(index), generator=generator)]
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens in random order, [k] float64 each."""
+
+    position: Tensor  # in the response, from 0
+    log_prob: Tensor  # log π_rollout
+    log_ratio: Tensor  # log π_old - log π_rollout
 
 
-def _at(values: Sequence[Tensor], places: Tensor) -> Tensor:
-    """[k] float64: values at flat indices into all batches, [n, s] each."""
-    out, first = torch.zeros(len(places), dtype=torch.float64), 0
-    for one in values:
-        here = (places >= first) & (places < first + one.numel())
-        out[here] = one.flatten()[places[here] - first].double()
-        first += one.numel()
-    return out
-
-
-def _tokens(data: Recorded, places: Tensor) -> dict[str, Tensor]:
-    """Position in the response, log-probs, token and sequence at flat indices."""
-    rows, columns, first_row = [], [], 0
+def _draw_tokens(data: Recorded, generator: torch.Generator) -> _Tokens:
+    """Draw at most ``BAND_TOKENS`` of all tokens."""
+    positions, rollout, old = [], [], []
     for part in data.parts:
-        number, width = part.mask.shape
-        begins = part.mask.int().argmax(dim=1, keepdim=True)
-        columns.append((torch.arange(width) - begins).expand(number, width))
-        rows.append((torch.arange(number).unsqueeze(1) + first_row).expand(number, width))
-        first_row += number
-    old, rollout = (_at([getattr(part, name) for part in data.parts], places) for name in ("old", "rollout"))
-    return {
-        "position": _at(columns, places),
-        "log_ratio": old - rollout,
-        "log_prob": rollout,
-        "token": _at([part.records.tokens for part in data.parts], places),
-        "sequence": _at(rows, places),
-    }
+        first = part.mask.int().argmax(dim=1, keepdim=True)
+        columns = torch.arange(part.mask.shape[1]) - first
+        positions.append(columns[part.mask])
+        rollout.append(part.rollout[part.mask])
+        old.append(part.old[part.mask])
+    log_prob = torch.cat(rollout)
+    chosen = _random_indices(len(log_prob), BAND_TOKENS, generator)
+    log_ratio = torch.cat(old) - log_prob
+    return _Tokens(torch.cat(positions)[chosen].double(), log_prob[chosen], log_ratio[chosen])
 
 
-def _weights(data: Recorded, found: Outcome, places: Tensor) -> Tensor:
-    """[k]: weight of each token, -1 for rejected ones."""
-    kept = _at(found.masks, places)
-    weights = kept if found.token_weights is None else _at(found.token_weights, places)
-    return torch.where(kept > 0, weights, -1.0)
+def _draw_sequences(data: Recorded, generator: torch.Generator) -> Tensor:
+    """[k] int64: rows of at most ``MOST_SEQUENCES`` sequences that have a token."""
+    rows = (data.lengths > 0).nonzero().flatten()
+    chosen: Tensor = rows[_random_indices(len(rows), MOST_SEQUENCES, generator)]
+    return chosen
 
 
-def _bands(across: Tensor, values: Tensor) -> list[list[float]]:
-    """[middle, 5 %, 50 %, 95 %] of the values in each bin of equal width with at least 20 values."""
-    if not len(across) or across.min() == across.max():
-        return []
-    span = across.max() - across.min()
-    bins = ((across - across.min()) / span * BAND_BINS).long().clamp(max=BAND_BINS - 1)
-    shares, found = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64), []
-    for number in range(BAND_BINS):
-        held = values[bins == number]
-        if len(held) >= 20:
-            middle = float(across.min() + span * (number + 0.5) / BAND_BINS)
-            found.append([middle, *held.quantile(shares).tolist()])
-    return found
+def _random_indices(number: int, most: int, generator: torch.Generator) -> Tensor:
+    """[k] int64: at most so many of the first ``number`` integers, each once, in random order."""
+    if number > most:
+        # randperm of billions of tokens would take their memory.
+        chosen: Tensor = torch.randint(number, (most,), generator=generator).unique()
+        return chosen[torch.randperm(len(chosen), generator=generator)]
+    return torch.randperm(number, generator=generator)
 
 
-def _sequences(data: Recorded, outcomes: Sequence[Outcome], generator: torch.Generator) -> dict[str, Any]:
+def _draw_weights(axes: Any, outcomes: Sequence[Outcome], num_tokens: int) -> None:
+    for outcome in outcomes:
+        shares = [count / num_tokens for count in outcome.weights.histogram]
+        axes.stairs(shares, edges(), label=outcome.name)
+    _make_powers_of_2(axes)
+    axes.set_yscale("log", nonpositive="clip")
+    label_plainly(axes.yaxis, 0.5 / num_tokens, 1.0)
+    axes.set_ylim(0.5 / num_tokens, 1.5)
+    axes.set_xlabel("weight")
+    axes.set_ylabel("share of the sampled tokens")
+    axes.legend(loc="best")
+
+
+def _make_powers_of_2(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _draw_over_position(axes: Any, tokens: _Tokens) -> None:
+    _draw_tokens_over(axes, tokens, across=tokens.position + 1)
+    _make_powers_of_2(axes)
+    _finish_ratios(axes, "token of the response")
+
+
+def _draw_over_probability(axes: Any, tokens: _Tokens) -> None:
+    across = tokens.log_prob.clamp(min=_LOWEST).exp()
+    _draw_tokens_over(axes, tokens, across)
+    axes.set_xscale("log")
+    label_plainly(axes.xaxis, float(across.min()), 1.0)
+    _finish_ratios(axes, "π_rollout of the token")
+
+
+def _draw_tokens_over(axes: Any, tokens: _Tokens, across: Tensor) -> None:
+    """Draw points, and the quantiles of the ratios in bins of equal width on a logarithmic axis."""
+    shown = slice(0, NUM_POINTS)
+    axes.plot(across[shown], tokens.log_ratio[shown], ".", markersize=3, alpha=0.4)
+    middle, low, median, high = _bands(across.log(), tokens.log_ratio)
+    places = [math.exp(place) for place in middle]
+    axes.fill_between(places, low, high, color="gray", alpha=0.3, linewidth=0)
+    axes.plot(places, median, color="black", linewidth=1.2)
+
+
+def _draw_sequences_of(axes: Any, data: Recorded, rows: Tensor, outcome: Outcome) -> None:
     sums = [torch.where(part.mask, part.old - part.rollout, 0).sum(dim=1, dtype=torch.float64) for part in data.parts]
-    rows = _draw(data.lengths > 0, MAX_SEQUENCES, generator).sort().values
-    samples = torch.cat([part.records.sample_ids for part in data.parts])
-    batches = torch.cat([torch.full((len(part.mask),), index) for index, part in enumerate(data.parts)])
-    return {
-        "row": rows.tolist(),
-        "batch": batches[rows].tolist(),
-        "sample_id": samples[rows].tolist(),
-        "reward": _rounded(data.rewards[rows]),
-        "age": data.ages[rows].tolist(),
-        "length": data.lengths[rows].tolist(),
-        "log_ratio": _rounded(torch.cat(sums)[rows]),
-        "accepted": [found.accepted[rows].tolist() for found in outcomes],
-        "mean_weight": [_rounded(found.mean_weights[rows]) for found in outcomes],
-    }
+    log_ratio = torch.cat(sums)[rows]
+    lengths = data.lengths[rows]
+    is_rejected = outcome.accepted[rows] == 0
+    axes.plot(lengths[~is_rejected], log_ratio[~is_rejected], ".", markersize=4, alpha=0.5, label="accepted tokens")
+    axes.plot(
+        lengths[is_rejected],
+        log_ratio[is_rejected],
+        "o",
+        markersize=4,
+        markerfacecolor="none",
+        color="tab:red",
+        label="no token accepted",
+    )
+    _make_powers_of_2(axes)
+    axes.legend(loc="best")
+    _finish_ratios(axes, "tokens of the response")
 
 
-def _rounded(values: Tensor) -> list[float]:
-    """Values with five digits, more than a picture shows."""
-    return [float(f"{value:.5g}") for value in values.tolist()]
+def _finish_ratios(axes: Any, title: str) -> None:
+    """Make the vertical axis linear near 0 and logarithmic far from it."""
+    from matplotlib.ticker import NullLocator, SymmetricalLogLocator
+
+    axes.set_yscale("asinh", linear_width=_LINEAR_WIDTH)
+    axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=_LINEAR_WIDTH, subs=(1, 3)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.axhline(0.0, color="gray", linewidth=0.8, linestyle="--")
+    axes.set_xlabel(title)
+    axes.set_ylabel("log ρ, nats")
+
+
+def _bands(across: Tensor, values: Tensor) -> tuple[list[float], ...]:
+    """Middles of bins of equal width, and the 5 %, 50 % and 95 % quantiles of the values in each.
+
+    Bins with few values are left out.
+    """
+    bands: tuple[list[float], ...] = ([], [], [], [])
+    if not len(across) or across.min() == across.max():
+        return bands
+    begin = float(across.min())
+    width = float(across.max() - across.min()) / BAND_BINS
+    bins = ((across - begin) / width).long().clamp(max=BAND_BINS - 1)
+    quantiles = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+    for number in range(BAND_BINS):
+        in_bin = values[bins == number]
+        if len(in_bin) >= _LEAST_IN_BIN:
+            row = [begin + width * (number + 0.5), *in_bin.double().quantile(quantiles).tolist()]
+            for column, value in zip(bands, row, strict=True):
+                column.append(value)
+    return bands

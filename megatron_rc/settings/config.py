@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,6 @@ from megatron_rc.settings import presets
 from megatron_rc.settings.consistency import check_idle, check_together, check_values
 from megatron_rc.settings.description import describe
 from megatron_rc.settings.dialects import other_dialects, probable_dialects, translate
-from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.fields import FIELDS, CorrectionFields
 from megatron_rc.settings.files import read_fields
 from megatron_rc.settings.overrides import overridden
@@ -112,23 +111,6 @@ class RolloutCorrectionConfig(CorrectionFields):
         """Return the config in words and as flags, one fact a line; the notes of a translation come last."""
         return describe(self)
 
-    def to_dict(self, dialect: str | None = None) -> dict[str, Any]:
-        """Return the fields by name, in the dialect's words; ``from_dict`` with the same dialect reads them.
-
-        Args:
-            dialect: one of :meth:`from_dict`'s but ``trl``. Other programs' settings have no metrics' prefix and no
-                weights that are only measured; these are left out. Default: all fields, under their own names.
-
-        Raises:
-            ValueError: an unknown dialect, or a field that the dialect does not have.
-        """
-        if dialect in (None, "megatron_rc"):
-            return super().to_dict()
-        settings, lost = written(self, dialect)
-        if lost:
-            raise ValueError(f"{dialect} has no words for {'; '.join(lost)}: change that, or choose another dialect")
-        return settings
-
     @classmethod
     def preset(cls, name: str, **changes: Any) -> RolloutCorrectionConfig:
         """Return a preset by its name or an alias, with other values of some fields.
@@ -151,11 +133,14 @@ class RolloutCorrectionConfig(CorrectionFields):
         return cls(**overridden(config.to_dict(), changes))
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], dialect: str | None = None) -> RolloutCorrectionConfig:
+    def from_dict(
+        cls, fields: Mapping[str, Any] | Sequence[str], dialect: str | None = None
+    ) -> RolloutCorrectionConfig:
         """Return a config from fields by name.
 
         Args:
-            fields: names and values in the dialect's words.
+            fields: names and values in the dialect's words; for another program's also dotted names, the values of
+                W&B's ``config.yaml``, or a list of Hydra's overrides.
             dialect: ``megatron_rc``, ``verl``, ``verl-2025-11``, ``verl-2025-10``, ``slime``, ``nemo-rl`` or ``trl``;
                 see ``megatron_rc.settings.dialects``. Settings that the other program would have ignored are dropped;
                 ``notes``, which are also logged, name them. Default: ``megatron_rc``, with a warning if verl can read
@@ -164,14 +149,13 @@ class RolloutCorrectionConfig(CorrectionFields):
         Raises:
             ValueError: an unknown field or dialect, a value that a field does not take, or no mapping.
         """
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name")
-
         if dialect not in (None, "megatron_rc"):
             translated, notes = translate(fields, dialect)
             for note in notes:
                 _log.info("%s", note)
             return cls(**translated, notes=tuple(notes))
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name")
 
         known = (*FIELDS, "use_policy_gradient")
         for name in fields:

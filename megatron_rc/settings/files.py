@@ -10,8 +10,10 @@ from typing import Any
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
-def read_fields(path: Path) -> dict[str, Any]:
+def read_fields(path: Path) -> dict[str, Any] | list[str]:
     """Return the settings of a YAML file by name; settings inside of sections stay there.
+
+    A file of Hydra's overrides (``.hydra/overrides.yaml``) is a list of texts.
 
     Raises:
         ValueError: with the path, if the file cannot be read, is no YAML, or holds no mapping.
@@ -26,6 +28,8 @@ def read_fields(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
+    if isinstance(fields, list) and fields and all(isinstance(override, str) for override in fields):
+        return fields
     if not isinstance(fields, dict):
         content = "an empty file" if fields is None else type(fields).__name__
         raise ValueError(f"{path}: expected lines of `field: value`, got {content}")

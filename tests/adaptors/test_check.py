@@ -115,6 +115,28 @@ def test_what_megatron_lm_lacks_here_is_left_out_by_name(monkeypatch):
     text, code = report("megatron_lm", [Comparison("a", 0.0, 0.0, 1)], megatron_lm.left_out())
     assert code == 0
     assert "left out the GRPO loss: megatron.rl.rl_utils is not installed" in text
+    assert "agree in all" not in text
+
+
+def test_a_comparison_without_a_correction_is_no_success(monkeypatch, capsys):
+    """Without megatron.rl only log-probs are compared, of Megatron-LM's correction nothing."""
+    monkeypatch.setattr(megatron_lm, "has_grpo", lambda: False)
+    monkeypatch.setattr(megatron_lm, "comparisons", lambda seed: iter([Comparison("log-probs", 0.0, 0.0, 1)]))
+    assert main(["megatron_lm"]) == UNUSABLE
+    assert "--allow-left-out" in capsys.readouterr().err
+    assert main(["megatron_lm", "--allow-left-out"]) == 0
+
+
+def test_comparisons_before_a_failure_are_printed(monkeypatch, capsys):
+    def failing(seed):
+        yield Comparison("log-probs", 0.0, 0.0, 1)
+        raise AttributeError("icepop_function")
+
+    monkeypatch.setattr(megatron_lm, "comparisons", failing)
+    assert main(["megatron_lm"]) == UNUSABLE
+    printed = capsys.readouterr()
+    assert "equal    log-probs" in printed.out
+    assert "icepop_function" in printed.err
 
 
 @pytest.mark.parametrize("host", ["verl", "slime", "nemo_rl"])

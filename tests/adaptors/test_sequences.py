@@ -9,11 +9,13 @@ from megatron_rc import RolloutCorrectionConfig
 from megatron_rc.adaptors.sequences import correct_sequences
 from megatron_rc.parallel import ParallelGroups
 from tests.adaptors.pages import documented
-from tests.support.correction_cases import CASES, clear_batch, sizes
+from tests.support.correction_cases import clear_batch, sizes
 from tests.support.correction_comparison import config_of
 from tests.support.ranks import Layout
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
+# Versions and turns of tokens, advantages of sequences and tokens, prompts, and no weights.
+NAMES = ["token by staleness", "turns by id", "sequence icepop", "token accepted scope", "groups", "maxima and veto"]
 TWO = [torch.full((2,), -1.0), torch.full((3,), -2.0)]
 MASKS = [torch.ones(2, dtype=torch.bool), torch.ones(3, dtype=torch.bool)]
 
@@ -46,7 +48,7 @@ def check(corrected, expected, rows=slice(None)):
     assert metrics["rollout_corr/kl"] == pytest.approx(expected.metrics["kl"], rel=1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_lists_and_nested_tensors(name):
     batch, expected = clear_batch(name)
     tensors, sides = sequences(batch)
@@ -92,7 +94,7 @@ def on_a_rank(clear):
 
 
 def test_ranks_with_other_sequences(ranks):
-    ranks.run(on_a_rank, Layout(dp=2), {name: clear_batch(name) for name in list(CASES)[::6]})
+    ranks.run(on_a_rank, Layout(dp=2), {name: clear_batch(name) for name in NAMES})
 
 
 @pytest.mark.parametrize(

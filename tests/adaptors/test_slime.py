@@ -103,7 +103,7 @@ def expected_of(inputs, expected):
     return total, gradients, masks
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 4])
 def test_slime_gets_the_oracles_loss_gradients_and_masks(ranks, cp):
     made = {name: responses(name) for name in IN_A_MICRO_BATCH}
     fields = {name: {**CASES[name].fields, "rejection_denominator": "original"} for name in IN_A_MICRO_BATCH}

@@ -24,7 +24,8 @@ AGGREGATIONS = {
     "seq-mean-token-mean": None,
     "seq-mean-token-sum-norm": 5.0,
 }
-NAMES = [name for name, case in CASES.items() if "group_ids" not in case.sides]
+# Ways in which a micro-batch makes its weights and its mask; the others differ in numbers alone.
+NAMES = ["token clamp", "token accepted scope", "sequence by staleness", "turns of the vetoed", "bad sequences"]
 NAMES_AND_AGGREGATIONS = [
     *((name, "token-mean") for name in NAMES),
     *(("token", aggregation) for aggregation in AGGREGATIONS if aggregation != "token-mean"),
@@ -155,8 +156,7 @@ def on_ranks(name, split, form):
     return micro_batches, float(factor), calls, correction.step.metrics(), plan.counted.tolist()
 
 
-@pytest.mark.parametrize("form", ["padded", "packed"])
-@pytest.mark.parametrize("name", ["token clamp", "sequence", "maxima and veto", "token accepted scope"])
+@pytest.mark.parametrize(("name", "form"), [("token clamp", "packed"), ("maxima and veto", "padded")])
 def test_shards_match_the_oracle_within_the_budget(ranks, name, form):
     batch, expected = clear_batch(name)
     config = bypass(name)
@@ -333,12 +333,7 @@ def test_versions_come_with_the_plan():
 @pytest.mark.parametrize(
     ("fields", "loss", "auxiliary", "message"),
     [
-        (
-            {"rollout_is_batch_normalize": True},
-            {"entropy_coef": 0.1},
-            False,
-            "rollout_is_batch_normalize=True .*entropy_coef=0.1",
-        ),
+        ({"rollout_is_batch_normalize": True}, {"entropy_coef": 0.1}, False, "entropy_coef=0.1"),
         ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "kl_coef=0.1"),
         ({"rollout_is_batch_normalize": True}, {}, True, "rejection_denominator"),
         ({"rollout_token_veto_threshold": 0.1}, {}, True, "rejection_denominator"),

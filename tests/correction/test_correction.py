@@ -13,6 +13,16 @@ from tests.support import correction_oracle as oracle
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
 from tests.support.correction_comparison import assert_same, config_of, correct, pack, use_blocks
 
+# One configuration of each way in which weights and masks are made; the table itself runs once, below.
+WAYS = (
+    "token accepted scope",
+    "sequence by staleness",
+    "min prefix",
+    "turns by id",
+    "groups",
+    "bad tokens",
+)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_matches_the_oracle(name):
@@ -26,7 +36,7 @@ def test_one_process_matches_the_oracle(name):
         torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["token", "token icepop", "geometric", "icepop by staleness", "turns"])
+@pytest.mark.parametrize("name", ["token icepop", "turns"])
 def test_weights_that_are_only_measured_are_measured_alike(name):
     batch, _ = clear_batch(name)
     given = batch.train, batch.rollout, batch.mask
@@ -40,7 +50,7 @@ def test_weights_that_are_only_measured_are_measured_alike(name):
     assert measured.metrics() == applied.metrics()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WAYS)
 def test_float32_is_as_near_as_float32_can_be(name):
     batch, found = clear_batch(name)
     batch = dataclasses.replace(batch, train=batch.train.float(), rollout=batch.rollout.float())
@@ -79,7 +89,7 @@ def test_sums_over_long_sequences_are_exact(split, monkeypatch):
     assert abs(naive[0] - want[0]) > 1e-9 * abs(want[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("shape", [(3, 16), (0, 16), (3, 0)])
 def test_a_batch_without_tokens_is_skipped_without_nan(name, shape):
     case = CASES[name]
@@ -96,14 +106,6 @@ def test_a_batch_without_tokens_is_skipped_without_nan(name, shape):
     assert {value for key, value in metrics.items() if "batch_norm" not in key} == {0.0}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("level", ["token", "sequence", "turns", "prefix"])
-def test_weights_have_the_dtype_of_the_log_probs(level, dtype):
-    batch, _ = clear_batch(level)
-    result = correct_rollouts(batch.train.to(dtype), batch.rollout.to(dtype), batch.mask, config_of(level))
-    assert result.weights.dtype == dtype
-
-
 def as_parts(batch, pieces):
     """The rows of a batch as lists of micro-batches."""
     rows = torch.arange(ROWS).split(pieces)
@@ -112,9 +114,9 @@ def as_parts(batch, pieces):
     return [part.train for part in parts], [part.rollout for part in parts], [part.mask for part in parts], sides
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("pieces", [[5, 0, 1, 6], [1] * ROWS], ids=str)
-def test_lists_of_micro_batches_are_one_batch(name, pieces):
+@pytest.mark.parametrize("name", WAYS)
+def test_lists_of_micro_batches_are_one_batch(name):
+    pieces = [5, 0, 1, 6]
     batch, found = clear_batch(name)
     train, rollout, mask, sides = as_parts(batch, pieces)
     result = correct_rollouts(train, rollout, mask, config_of(name), **sides, **sizes(batch))
@@ -123,9 +125,7 @@ def test_lists_of_micro_batches_are_one_batch(name, pieces):
     assert_same(dataclasses.replace(result, mask=torch.cat(result.mask), weights=weights), found)
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(3, 1024), (2, 2048)], [(2, 2048), (4, 0), (2, 2062), (1, 64)], [(3, 0), (0, 64)]], ids=str
-)
+@pytest.mark.parametrize("shapes", [[(2, 2048), (4, 0), (2, 2062), (1, 64)], [(3, 0), (0, 64)]], ids=str)
 def test_micro_batches_of_different_widths_add_up(shapes):
     """Rows of several lengths, and of no token."""
     generator = torch.Generator().manual_seed(0)
@@ -142,10 +142,9 @@ def test_micro_batches_of_different_widths_add_up(shapes):
     torch.testing.assert_close(together.denominators, sum(result.denominators for result in alone))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_tokens", [5, 37])
-def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
-    use_blocks(monkeypatch, num_tokens)
+@pytest.mark.parametrize("name", WAYS)
+def test_the_size_of_a_block_changes_nothing(name, monkeypatch):
+    use_blocks(monkeypatch, 5)
     batch, found = clear_batch(name)
     assert_same(correct(name, batch), found)
 
@@ -153,10 +152,7 @@ def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
-        ("token", 2 * WIDTH),
         # The last block has another shape and runs as it is.
-        ("token", 5 * WIDTH),
-        ("sequence icepop", 5 * WIDTH),
         ("maxima and veto", 5 * WIDTH),
         ("token by staleness", 5 * WIDTH),
     ],
@@ -186,19 +182,16 @@ def trace_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("bounds", ["1.5_3", "0.3_0.9"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds, compiled, monkeypatch):
+def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds):
     """They have the ratio 1 inside: the same sums as where there are none."""
-    calls = trace_blocks(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     train, rollout = (-torch.rand(4, 24, generator=generator) - 0.1 for _ in range(2))
     fields = {"rollout_is": "token", "rollout_is_mode": "clamp", "rollout_is_threshold": bounds, "metric_prefix": ""}
     config = RolloutCorrectionConfig(**fields, rollout_rs="token_k1", rollout_rs_threshold=bounds)
     mask = (torch.arange(24) < 16).expand(4, 24)
-    got = correct_rollouts(train, rollout, mask, config, compile=compiled).metrics()
+    got = correct_rollouts(train, rollout, mask, config).metrics()
     want = correct_rollouts(*(values[:, :16].contiguous() for values in (train, rollout, mask)), config).metrics()
     assert got == pytest.approx(want, rel=1e-6, abs=1e-6)
-    assert bool(calls) == compiled
 
 
 def test_a_response_of_bad_tokens_alone_is_a_lost_one():
@@ -213,7 +206,7 @@ def test_a_response_of_bad_tokens_alone_is_a_lost_one():
     assert result.mask.tolist() == want.mask == [[False] * 2, [False] * 2, [True] * 2, [False, True]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WAYS)
 def test_packed_tokens_give_the_same(name, monkeypatch):
     """Rows cut to different lengths, none at all among them, one after the other."""
     use_blocks(monkeypatch, 7)

@@ -10,7 +10,7 @@ from megatron_rc import PlanInputs, StepError
 from megatron_rc.parallel import ParallelGroups
 from tests.support.on_rank import outcome
 from tests.support.ranks import Layout
-from tests.support.small_steps import CONFIG, ROWS, Training, listed, planned, run
+from tests.support.small_steps import CONFIG, Training, listed, planned, run
 
 
 def numbered(micro_batches):
@@ -46,7 +46,6 @@ def wrong_micro_batches(wrong, training, plan, made):
 CONFIGS = {
     "token": CONFIG,
     "normalised": CONFIG | {"rollout_is_batch_normalize": True},
-    "sequence": CONFIG | {"rollout_is": "sequence"},
     "no weights": {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.3"},
 }
 
@@ -54,10 +53,9 @@ CONFIGS = {
 @pytest.mark.parametrize(
     ("wrong", "fields"),
     [
-        (wrong, fields)
-        for wrong in [*WRONG, "inputs in another order"]
-        for fields in CONFIGS
-        if not ("weights" in wrong and fields == "no weights")
+        *((wrong, "token") for wrong in [*WRONG, "inputs in another order"]),
+        ("doubled weights", "normalised"),
+        ("no mask", "no weights"),
     ],
 )
 def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
@@ -87,21 +85,9 @@ def test_a_scale_of_another_corrections_plan_is_refused():
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
-def test_a_scale_of_a_plan_of_other_tokens_is_refused():
-    training = Training("decoupled")
-    plan, made = planned(training)
-    training.mask = training.mask.roll(1, dims=0)
-    newer = training.planned()
-    with pytest.raises(StepError, match="not those of its mini-batch in the plan"):
-        run(training, training.scale(newer, 0), numbered(made[:2]))
-    training.correction.reset_step()
-    run(training, plan.loss_scale(0, num_microbatches=2), numbered(made[:2]))
-    assert training.model.gradient.any()
-
-
-@pytest.mark.parametrize("rows", [range(4), range(2), range(4, ROWS)], ids=str)
+@pytest.mark.parametrize("rows", [range(4), range(2)], ids=str)
 def test_masked_rows_and_empty_mini_batches_train_as_before(rows):
-    """All of the first mini-batch, one of its micro-batches, and all of the second one."""
+    """All of the first mini-batch, or one of its micro-batches."""
     training = Training("decoupled")
     training.mask[list(rows)] = False
     plan = training.planned()
@@ -131,12 +117,6 @@ def test_a_scale_is_taken_from_a_checked_plan_alone():
         bad.loss_scale(num_microbatches=4)
 
 
-def test_a_plan_in_the_loss_has_nothing_to_check():
-    training = Training("bypass")
-    plan = training.correction.plan(PlanInputs(None, training.rollout, training.mask))
-    assert float(plan.loss_scale(num_microbatches=4).denominator) == float(training.mask.sum())
-
-
 def one_rank_errs(wrong):
     """(the message of each of two wrong steps, the gradient after reset_step() less the one it should be)."""
     training = Training("decoupled", groups=ParallelGroups.from_megatron())
@@ -155,7 +135,7 @@ def one_rank_errs(wrong):
     return messages, training.model.gradient - training.expected(0)
 
 
-@pytest.mark.parametrize("wrong", ["one twice, one missing", "no mask", "doubled weights", "inputs in another order"])
+@pytest.mark.parametrize("wrong", ["one twice, one missing", "doubled weights"])
 def test_what_one_rank_does_wrongly_is_the_same_error_on_all(ranks, wrong):
     """Both hold the same rows, so that the gradient of each is the one of a single process."""
     (first, error), (second, other) = ranks.run(one_rank_errs, Layout(dp=2), wrong)

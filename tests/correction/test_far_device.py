@@ -10,9 +10,6 @@ from tests.support.correction_cases import clear_batch
 from tests.support.correction_comparison import correct, moved, pack
 from tests.support.far_device import GPU, far_device
 
-# Weights of sequences, and turns that exchange their ends; the other configurations take the same ways.
-NAMES = ("sequence icepop", "turns by id")
-
 
 @pytest.mark.parametrize(("name", "packed"), [("token", False), ("turns", True)])
 def test_the_host_waits_once(name, packed):

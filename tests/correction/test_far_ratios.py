@@ -32,8 +32,7 @@ def test_k3_is_its_formula_up_to_the_limit_and_constant_beyond():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("far", [-1e9, -1e4, -21.0])
-@pytest.mark.parametrize("criterion", ["seq_mean_k3", "seq_sum_k3", "seq_max_k3", "token_k3"])
+@pytest.mark.parametrize(("criterion", "far"), [("seq_mean_k3", -1e9), ("seq_max_k3", -21.0), ("token_k3", -1e4)])
 def test_a_token_that_the_engine_found_impossible_is_rejected(criterion, far, dtype):
     """Its log ρ is as far above 0 as there is room, and a difference of large terms must not call that near."""
     train = torch.full((3, 8), -1.0, dtype=dtype)

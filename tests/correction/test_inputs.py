@@ -1,7 +1,5 @@
 """Inputs of the correction: errors that are raised at once, and errors that check() reports."""
 
-import contextlib
-import dataclasses
 import math
 
 import pytest
@@ -37,8 +35,6 @@ def arguments(name="token"):
         ({"rollout_log_probs": torch.zeros(12, 15)}, r"rollout_log_probs .*\(12, 15\)"),
         ({"response_mask": torch.ones(12, 16, dtype=torch.int64)}, "response_mask .*int64"),
         ({"rollout_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)}, "rollout_log_probs .*bfloat16"),
-        ({"train_log_probs": torch.zeros(12, 16, dtype=torch.float16)}, "train_log_probs .*float16"),
-        ({"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)}, "train_log_probs .*int64"),
         ({"train_log_probs": None}, "train_log_probs"),
         ({"train_log_probs": [torch.zeros(12, 16)]}, "train_log_probs"),
         ({"mini_batch_ids": INTS[:7]}, r"mini_batch_ids .*\(7,\)"),
@@ -58,21 +54,6 @@ def arguments(name="token"):
 def test_wrong_shapes_and_dtypes_are_errors_at_once(change, message):
     with pytest.raises(ValueError, match=message):
         correct_rollouts(**(arguments() | change), config=config_of("token"))
-
-
-@pytest.mark.parametrize(
-    ("config", "remedy"),
-    [
-        ({"rollout_is": "token"}, "from_dict"),
-        ("decoupled_token_is", "decoupled_token_is"),
-        ("my_run.yaml", "from_yaml"),
-    ],
-)
-def test_what_is_no_config_is_an_error_that_says_what_to_pass(config, remedy):
-    with pytest.raises(ValueError, match=f"config .*RolloutCorrectionConfig.*{remedy}"):
-        correct_rollouts(**arguments(), config=config)
-    with pytest.raises(ValueError, match=f"config .*RolloutCorrectionConfig.*{remedy}"):
-        RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
 
 
 @pytest.mark.parametrize(
@@ -105,11 +86,13 @@ def test_values_out_of_range_are_reported_by_check(change, message):
 
 
 # The word of the message for a bad log-prob.
-BAD_WORDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "positive"}
+BAD_WORDS = {"nan": "NaN", "-inf": "infinite", "0.0002": "positive"}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e-4])
-@pytest.mark.parametrize("policy", ["train_log_probs", "rollout_log_probs"])
+@pytest.mark.parametrize(
+    ("policy", "value"),
+    [("train_log_probs", math.nan), ("rollout_log_probs", -math.inf), ("rollout_log_probs", 2e-4)],
+)
 def test_the_lowest_bad_token_is_named(policy, value):
     tensors = arguments()
     for row, column in ((1, 5), (1, 9), (9, 0)):
@@ -125,12 +108,11 @@ def test_the_lowest_bad_token_is_named(policy, value):
         result.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_log_probs_in_the_loss_are_compared_in_float32(dtype):
+def test_narrow_log_probs_in_the_loss_are_compared_in_float32():
     """A model's log π_θ may be narrow; the result is the one of the same numbers in float32."""
     config = RolloutCorrectionConfig(rollout_is="sequence", bypass_mode=True, loss_type="reinforce")
     tensors = arguments()
-    theta = tensors["train_log_probs"].nan_to_num(0.0).to(dtype)
+    theta = tensors["train_log_probs"].nan_to_num(0.0).bfloat16()
     rollout = tensors["rollout_log_probs"].float()
     mask = tensors["response_mask"]
     weights = []
@@ -202,43 +184,18 @@ def test_eight_zeros_and_zeros_among_others_are_honest(place, value):
     correct_rollouts(**nine_tokens, config=config).check()
 
 
-@pytest.mark.parametrize("bypass", [False, True])
-def test_a_trainer_refuses_zero_log_probs_too(bypass):
-    tensors = with_zeros(length=9, num_sequences=3)
-    mode = {"bypass_mode": True, "loss_type": "reinforce"} if bypass else {}
-    config = RolloutCorrectionConfig(rollout_is="token", **mode)
-    for allowed in (False, True):
-        correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(), allow_zero_log_probs=allowed)
-        inputs = PlanInputs(**tensors)
-        if bypass:
-            correction.plan(dataclasses.replace(inputs, train_log_probs=None))
-            correction.in_loss(tensors["train_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"])
-            correction.finish_step()
-            result = correction.step
-        else:
-            result = correction.plan(inputs)
-        outcome = contextlib.nullcontext() if allowed else pytest.raises(ValueError, match="allow_zero_log_probs=True")
-        with outcome:
-            result.check()
-
-
-@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
         (torch.zeros(12, 16, dtype=torch.bfloat16), "rollout_log_probs .*bfloat16"),
-        (torch.zeros(12, 16, dtype=torch.int64), "rollout_log_probs .*int64"),
         (None, "rollout_log_probs"),
     ],
 )
-def test_bypass_refuses_rollout_log_probs_in_the_plan(rollout, message, listed):
+def test_bypass_refuses_rollout_log_probs_in_the_plan(rollout, message):
     """The schedule would be too late for the error: other pipeline stages would wait."""
     config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce")
     correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
     mask = arguments()["response_mask"]
-    if listed:
-        mask = [mask]
-        rollout = None if rollout is None else [rollout]
     with pytest.raises(ValueError, match=message):
         correction.plan(PlanInputs(None, rollout, mask))
 

@@ -10,17 +10,17 @@ from tests.support.operations import count_operations
 
 # For each configuration the most operations of correct_rollouts(), check() and metrics().
 MOST = {
-    "token weights": ({"rollout_is": "token"}, 130),
+    "token weights": ({"rollout_is": "token"}, 125),
     "token weights, geometric criterion": (
         {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99_1.01"},
-        190,
+        165,
     ),
     "token weights, token criterion": (
         {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
-        160,
+        145,
     ),
-    "sequence weights": ({"rollout_is": "sequence"}, 160),
-    "weights of turns": ({"rollout_is": "turn"}, 200),
+    "sequence weights": ({"rollout_is": "sequence"}, 145),
+    "weights of turns": ({"rollout_is": "turn"}, 180),
 }
 
 

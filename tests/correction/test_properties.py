@@ -142,7 +142,7 @@ def assert_equal(got, result):
         assert metrics[key] == pytest.approx(value, rel=1e-9, abs=rounding), key
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)), st.data())
 def test_splitting_over_ranks_changes_nothing(batch, name, data):
     n = len(batch["rewards"])
@@ -153,7 +153,7 @@ def test_splitting_over_ranks_changes_nothing(batch, name, data):
     assert_equal(correct_split(batch, result.config, SIZES, replicas, cp_size, split), result)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)), st.randoms(use_true_random=False))
 def test_the_order_of_sequences_changes_nothing(batch, name, random):
     order = list(range(len(batch["rewards"])))
@@ -165,7 +165,7 @@ def test_the_order_of_sequences_changes_nothing(batch, name, random):
     assert_equal(got, result)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)), st.data())
 def test_packing_and_padding_give_the_same(batch, name, data):
     """Trailing padding is cut off every row, or more is added; micro-batches of any size."""
@@ -191,7 +191,7 @@ def test_packing_and_padding_give_the_same(batch, name, data):
     assert_equal((weights, mask, packed.metrics(), packed.denominators), result)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)), st.sampled_from([math.nan, math.inf, -math.inf, -1e10, 3.0]))
 def test_fillers_change_no_bit(batch, name, filler):
     filled = dict(batch)
@@ -203,7 +203,7 @@ def test_fillers_change_no_bit(batch, name, filler):
     assert torch.equal(numbers(result), numbers(other))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)))
 def test_everything_is_finite_and_rejection_leaves_weights_alone(batch, name):
     result = correct(batch, name)
@@ -219,7 +219,7 @@ def test_everything_is_finite_and_rejection_leaves_weights_alone(batch, name):
         torch.testing.assert_close(free.weights, result.weights, rtol=ROUNDING, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(["token", "sequence", "geometric"]), st.sampled_from(["all", "accepted"]))
 def test_normalised_weights_have_mean_one_within_their_scope(batch, level, scope):
     config = RolloutCorrectionConfig(

@@ -37,17 +37,6 @@ def test_both_ends_are_exact():
     torch.testing.assert_close(interpolate(theta, rollout, very_old, updates=1), theta)
 
 
-def test_versions_in_between_are_weighed_by_their_distance():
-    theta = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    rollout = torch.tensor([-3.0, -3.0, -3.0, -3.0])
-    # One step after weights that were s versions ahead of the token's: v_prox is s/(s + 1) of the way.
-    second_update = interpolate(theta, rollout, torch.tensor([0, 1, 3, 9]), updates=1)
-    assert second_update.tolist() == pytest.approx([-3, -2, -1.5, -1.2])
-    # Two steps after them it is s/(s + 2) of the way.
-    third_update = interpolate(theta, rollout, torch.tensor([1, 2, 2, 4]), updates=2)
-    assert third_update.tolist() == pytest.approx([-7 / 3, -2, -2, -5 / 3])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_log_probs_of_a_model_round_no_log_prob_of_the_engine(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -204,11 +193,8 @@ def flags_of(name, layout, folder, *more):
 @pytest.mark.parametrize(
     ("name", "layout", "more"),
     [
-        ("ppo", Layout(), []),
-        ("ppo", Layout(cp=2), ["--rl-use-sequence-packing"]),
-        ("ppo", Layout(dp=2), ["--calculate-per-token-loss"]),
-        ("ppo", Layout(tp=2, pp=2), []),
-        ("gspo", Layout(cp=2, dp=2), []),
+        ("ppo", Layout(cp=2, dp=2), ["--rl-use-sequence-packing", "--calculate-per-token-loss"]),
+        ("gspo", Layout(tp=2, pp=2), []),
     ],
     ids=lambda value: str(value) if not isinstance(value, list) else "-".join(value).strip("-"),
 )
@@ -228,15 +214,6 @@ def test_the_gradients_are_those_of_the_reference(ranks, tmp_path, name, layout,
             assert metrics[f"rollout_corr/{metric}"] == pytest.approx(value, rel=1e-4, abs=2e-5), metric
         log_ratio = expected.policy[index]["log_ratio"]
         assert metrics["policy/approx_kl"] == pytest.approx(-log_ratio, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_data_are_not_vacuous(name):
-    expected = reference_update(name)
-    assert expected.policy[0]["log_ratio"] == 0, "the first update is on the proximal policy itself"
-    assert min(expected.policy[1]["low"], expected.policy[1]["high"]) > 0.05
-    assert 0.1 < expected.metrics[1]["rollout_rs_masked_fraction"] < 0.9
-    assert expected.metrics[1]["rollout_is_ratio_fraction_high"] > 0.1
 
 
 # Refusals

@@ -39,9 +39,7 @@ def lag_of(train, rollout, mask, layout=None):
 
 
 @pytest.mark.parametrize("lag", [1, -1])
-@pytest.mark.parametrize(
-    ("shape", "noise"), [((32, 64), 0.0), ((32, 64), 0.2), ((16, 64), 0.05), ((128, 8), 0.05), ((1, 1024), 0.05)]
-)
+@pytest.mark.parametrize(("shape", "noise"), [((32, 64), 0.0), ((32, 64), 0.2), ((128, 8), 0.05), ((1, 1024), 0.05)])
 def test_a_shift_is_refused_and_named(shape, noise, lag):
     """A thousand tokens are enough."""
     train, rollout, mask = make_batch(shape=shape, noise=noise)
@@ -68,16 +66,14 @@ def test_few_different_log_ratios_prove_nothing(num_different):
     assert lag_of(*(value.repeat(20, 1) for value in values)) == (num_different > MIN_DIFFERENT)
 
 
-@pytest.mark.parametrize("lag", [1, -1])
-@pytest.mark.parametrize(("noise", "is_refused"), [(0.2, True), (0.5, True), (1.5, False), (3.0, False)])
+@pytest.mark.parametrize(("lag", "noise", "is_refused"), [(1, 0.5, True), (-1, 1.5, False)])
 def test_less_than_half_of_the_straight_distance_is_a_lag(lag, noise, is_refused):
     """Behind more noise than tokens differ a shift cannot be seen."""
     train, rollout, mask = make_batch(noise=noise)
     assert lag_of(train, rollout.roll(lag, dims=1), mask) == lag * is_refused
 
 
-@pytest.mark.parametrize("lag", [1, -1])
-@pytest.mark.parametrize("noise", [0.0, 1e-6])
+@pytest.mark.parametrize(("lag", "noise"), [(1, 0.0), (-1, 1e-6)])
 def test_the_same_few_answers_are_no_shift(lag, noise):
     """Ten answers of nine tokens, which resemble shifted ones, 64 times each; the trainer rounds each copy anew."""
     train, rollout, mask = (values.repeat(64, 1) for values in make_batch(shape=(10, 10), holes=0))
@@ -104,9 +100,8 @@ def test_the_sums_of_shards_give_the_same_verdict(split, lag):
 
 
 @pytest.mark.parametrize(
-    ("shape", "valid"), [((64, 2048), slice(1638, None)), ((2048, 128), slice(77, None)), ((4096, 128), slice(12, 128))]
+    ("shape", "valid", "pieces"), [((64, 2048), slice(1638, None), 1), ((2048, 128), slice(77, None), 64)]
 )
-@pytest.mark.parametrize("pieces", [1, 64])
 def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
     train, rollout, _ = make_batch(shape=shape)
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -117,15 +112,7 @@ def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
         correct_rollouts(*parts, CONFIG).check()
 
 
-@pytest.mark.parametrize(("count", "length"), [(16, 65), (64, 64), (256, 64), (200, 8)])
-def test_a_shift_is_seen_in_short_micro_batches(count, length):
-    train, rollout, mask = make_batch(shape=(count, length), holes=0)
-    for given, lag in ((rollout, 0), (rollout.roll(1, dims=1), 1)):
-        parts = [list(tensor.split(1)) for tensor in (train, given, mask)]
-        assert lag_of(*parts) == lag
-
-
-@pytest.mark.parametrize(("lag", "count"), [(0, 64), (1, 64), (-1, 64), (1, 16)])
+@pytest.mark.parametrize(("lag", "count"), [(0, 16), (1, 16)])
 def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
     train, rollout, mask = make_batch(shape=(count, 65), holes=0)
     rollout = rollout.roll(lag, dims=1)
@@ -138,10 +125,7 @@ def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
     assert find_lag(correction.step.on_host.tokens) == lag
 
 
-@pytest.mark.parametrize(
-    ("shape", "trained"), [((256, 8192), 100), ((512, 2048), 20), ((64, 2048), 30), ((64, 8192), 120)]
-)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("shape", "trained", "packed"), [((512, 2048), 20, False), ((64, 2048), 30, True)])
 def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
     values = make_batch(shape=(shape[0], 4 * trained))[:2]
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -156,10 +140,10 @@ def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
         assert lag_of(train, given, mask, layout) == lag
 
 
-@pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 3.0])
 def test_honest_batches_pass(noise):
     """The smallest batches that are judged, from equal policies to unrelated ones, and with outliers."""
-    for seed in range(60):
+    for seed in range(12):
         train, rollout, mask = make_batch(seed, shape=(11, 64), noise=noise)
         if seed % 3 == 0:
             rollout[::5, ::7] -= 40.0

@@ -7,15 +7,12 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.doctor import signs
 from megatron_rc.doctor.advice import UPPER_BOUNDS, choose
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
-from megatron_rc.doctor.ranges import RANGES
-from megatron_rc.doctor.rule import Verdict
-from megatron_rc.doctor.rules import BY_NAME, judge
+from megatron_rc.doctor.rules import BY_NAME, Verdict, judge
 from megatron_rc.doctor.sampled import Sampled
-from tests.settings.test_documents import rows
+from megatron_rc.doctor.series import K3
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
@@ -40,6 +37,7 @@ def batch():
     ("leaf", "facts", "verdicts"),
     [
         (0, FAR, found("shift")),
+        (0, {**FAR, "k3_kl": 0.11, "sequence_eff_sample_size": 0.9}, []),
         (1, FAR, found("tails")),
         (2, NEAR, []),
         (3, {**FAR, "sequence_eff_sample_size": 0.5}, []),
@@ -72,16 +70,11 @@ def test_no_sequence_weights_for_responses_of_which_one_would_count(length, sigm
 
 def test_the_tree_has_the_doctors_numbers():
     assert f"own, {RolloutCorrectionConfig.decoupled_geo_rs_token_tis().rollout_rs_threshold}," in PAGE
-    assert f"k3 up to {signs.K3:g}" in TREE
+    assert f"k3 up to {K3:g}" in TREE
     assert f"first of {UPPER_BOUNDS[0]:g}, {UPPER_BOUNDS[1]:g}, {UPPER_BOUNDS[2]:g} and {UPPER_BOUNDS[3]:g}" in PAGE
 
 
-def test_ranges_and_presets_are_the_doctors():
-    table = rows("docs/choosing.md", "metric | good | else")
-    words = {one.fact: one.words() for one in RANGES}
-    assert len(table) == 5
-    for name, good, _ in table:
-        assert words[name.strip("`")] == good
+def test_presets_of_the_page_exist():
     names = set(re.findall(r"\b(?:decoupled|bypass)_[a-z]\w+", PAGE)) - {"bypass_mode"}
     assert len(names) > 6
     for name in names:

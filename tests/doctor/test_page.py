@@ -7,7 +7,6 @@ import pytest
 
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.facts import Facts
-from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.report import GRADES, HEALTHY, TOO_LITTLE, UNUSABLE, WRONG, in_words
 from megatron_rc.doctor.rules import BY_NAME, RULES
 from megatron_rc.measures.shift import MIN_PAIRS
@@ -28,8 +27,6 @@ def test_the_tables_are_those_of_the_code():
     assert found == [[rule.name, rule.title, rule.kind] for rule in RULES]
     assert [cells[-1] for cells in RULES_ON_PAGE] == [rule.sources for rule in RULES]
     assert f"over at least {MIN_PAIRS} pairs" in RULES_ON_PAGE[1][3]
-    ranges = rows("docs/doctor.md", "number | recommended | by | here")
-    assert [cells[:3] for cells in ranges] == [[f"`{one.fact}`", one.words(), one.source] for one in RANGES]
     for limit, words in GRADES[:-1]:
         assert f"| {limit:g} | {words} |" in PAGE
     codes = dict(re.findall(r"^\| (\d) \| (.*) \|$", PAGE, flags=re.MULTILINE))
@@ -67,7 +64,7 @@ long_products | size < #, | rollout_is_eff_sample_size | chi2_token: 0
 long_products | deviation > # | rollout_is_std | chi2_token: 0
 long_products | weight < #, | rollout_is_mean | chi2_token: 0
 long_products | tokens is < # (or | chi2_token | rollout_is_std: 9
-long_products | at most #) | k3_kl | rollout_is_std: 9
+long_products | at most #, or | k3_kl | rollout_is_std: 9
 long_products | ratio is above #: | ratio_mean | rollout_is_mean: 0, chi2_token: 0
 entropy_bonus | below #, | rollout_is_applied_mean | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, entropy: 9
 entropy_bonus | above # nats | entropy | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, rollout_is_applied_mean: 0
@@ -75,8 +72,13 @@ entropy_bonus | and # times | entropy_rise | token_weights: 1, entropy_bonus: 1,
 veto | more than # % | rollout_is_veto_fraction | -
 wide_weights | weights > #, | rollout_is_std | -
 wide_weights | size < # | rollout_is_eff_sample_size | -
-mean_weight | below # | rollout_is_mean | -
+mean_weight | below #; | rollout_is_mean | chi2_token: 0
+mean_weight | below # or | rollout_is_mean | of_sequences: 0
 mean_weight | above # | rollout_is_mean | -
+other_policy | correlation below # | probs_correlation | k3_kl: 1
+other_policy | k3 > # ( | k3_kl | probs_correlation: 0
+temperature | less than # of | temperature_unexplained | probs_correlation: 1, k3_kl: 1
+temperature | correlation above # | probs_correlation | temperature_unexplained: 0, k3_kl: 1
 """
 
 

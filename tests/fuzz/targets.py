@@ -26,8 +26,9 @@ from megatron_rc.doctor.report import examine, in_words
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.answers import make_asks
 from megatron_rc.launch.engines.http_client import HttpClient
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import VllmClient
+from megatron_rc.launch.engines.weight_versions import VersionRange
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.launch_file import read_launch_file
 from megatron_rc.launch.tasks.ends import ResponseEnds
@@ -199,11 +200,11 @@ class AnswerFrom(HttpClient):
 
 def asked(server: type[Any], content: bytes) -> object:
     """One sample of a server with this answer, which is asked for experts and kept tokens."""
-    client = AnswerFrom(content)
-    engine = server(client, None, 12, experts_shape=(1, 1), reports_support=True)
-    engine.model, engine.version, engine._given, engine._keeps_version = "m", 0, 0, True
+    http = AnswerFrom(content)
+    client = server(http, experts_shape=(1, 1), reports_support=True)
+    client.model, client.keeps_version = "m", True
     (ask,) = make_asks([[1, 2]], SamplingParams(top_p=0.9), 2, 0, ResponseEnds((12,)))
-    return engine._read(ask, client.json("POST", "/"))
+    return client.read(ask, http.json("POST", "/"), VersionRange(0, 0))
 
 
 def rollouts_file(rng: random.Random) -> bytes:
@@ -295,8 +296,8 @@ TARGETS: dict[str, Target] = {
     "qwen3_moe": Target(text_of(QWEN3_MOE), _CONFIG, (ConfigurationError,)),
     "weights": Target(text_of({"weight_map": {"a": "a.safetensors"}}), weights),
     "launch file": Target(yaml_of(LAUNCH), file("l.yaml", lambda path: read_launch_file(str(path))), share=0.1),
-    "vllm": Target(text_of(VLLM), lambda found, _: asked(VllmServerEngine, found), (EngineError,)),
-    "sglang": Target(text_of(SGLANG), lambda found, _: asked(SglangServerEngine, found), (EngineError,)),
+    "vllm": Target(text_of(VLLM), lambda found, _: asked(VllmClient, found), (EngineError,)),
+    "sglang": Target(text_of(SGLANG), lambda found, _: asked(SglangClient, found), (EngineError,)),
     "prompt rows": Target(text_of({"prompt": "1 + 1", "label": ["2"]}), lambda found, _: parse_line(found)),
     "checkpoint settings": Target(
         text_of({"model": {"a": 1}, "experts": None}), file(SETTINGS, lambda path: checkpoint_settings(path.parent))

@@ -8,7 +8,7 @@ from tests.fuzz.mutations import as_json
 from tests.fuzz.run import CORPUS, case, cases, check
 from tests.fuzz.targets import LLAMA, METRICS, QWEN3_MOE, SGLANG, TARGETS, VLLM, lines
 
-CASES = 150
+CASES = 60
 HUGE = {"rollout_corr/k3_kl": 1e308, "rollout_corr/chi2_token": 0.5}
 
 

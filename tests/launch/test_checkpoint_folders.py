@@ -3,13 +3,13 @@
 import errno
 import logging
 import os
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from megatron_rc.launch import checkpoint_folders as folders
-from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.errors import RunError
+from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
 
@@ -50,32 +50,15 @@ def test_a_checkpoint_that_is_replaced_is_never_lost(tmp_path, killed):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", folders.TRACKER]
 
 
-def writer_to(folder):
-    files = SimpleNamespace(save=str(folder), keep_last=1, save_retain_interval=None)
-    return saving.CheckpointWriter(SimpleNamespace(checkpoints=files))
-
-
 def test_a_checkpoint_is_whole_though_an_older_one_stays(tmp_path, caplog):
-    writer = writer_to(tmp_path)
-    folders.begin(tmp_path, 3)
+    files = CheckpointSection(save=str(tmp_path), keep_last=1)
     error = OSError(errno.EACCES, os.strerror(errno.EACCES), "iter_0000001")
     with mock.patch.object(folders, "prune", side_effect=error), caplog.at_level(logging.WARNING):
-        writer._complete(3, {})
-    assert folders.iterations(tmp_path) == [3]
+        saving.remove_older(files, newest=3)
     assert "an older checkpoint could not be removed (iter_0000001: Permission denied)" in caplog.text
-
-
-@pytest.mark.parametrize("digests", [{}, {"a": 1, "b": 2}], ids=["came", "went"])
-def test_a_file_without_a_checksum_is_an_error(tmp_path, digests):
-    """As on a network's file system, where ranks need not see the same files yet."""
-    folders.begin(tmp_path, 3)
-    (folders.partial_folder(tmp_path, 3) / "a").write_text("")
-    with pytest.raises(OSError, match="came or went while the checksums were made"):
-        writer_to(tmp_path)._complete(3, digests)
-    assert folders.iterations(tmp_path) == []
 
 
 def test_what_the_correction_finds_is_agreed():
     """A checkpoint under way becomes whole only where all ranks are known to end together."""
-    with pytest.raises(AgreedError, match="bad log-probs"), telling_bad_steps():
+    with pytest.raises(RunError, match="bad log-probs"), telling_bad_steps():
         raise ValueError("bad log-probs")

@@ -1,19 +1,23 @@
 """The commands a user types, on real processes: a run, its files, its resumption, its end, its errors."""
 
 import os
+import re
+import shutil
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.run import main as torchrun_main
 
 from megatron_rc.launch import train_ppo
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training.reporting.run_page.page import page_data
 from tests.support.commands import code_of
 from tests.support.forked import ForkedCall, launch_forked
 from tests.support.runs import (
     LOOPBACK,
+    ONE,
     SMALL,
     TWO,
     children,
@@ -76,15 +80,63 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert f"at step {saved}, saved to" in errors
     assert f"report {folder}/report.html\n" in errors
-    assert page_data(folder)["ending"].startswith(
-        f"stopped by SIGINT at step {saved}, saved to {tmp_path}/save, after "
-    )
+    page = (folder / "report.html").read_text()
+    assert f"After step {saved}: stopped by SIGINT at step {saved}, saved to {tmp_path}/save, after " in page
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     rows = read(folder)
     assert [row["step"] for row in rows] == list(range(1, saved + 1))
     for one, again in zip(before, rows, strict=False):
         for name in ("reward/mean", "loss/total", "grad_norm", "rollout_corr/kl"):
             assert one[name] == again[name], "the same steps, to the last digit"
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_path, monkeypatch):
+    """Rank 1 is killed in its rollout, for which rank 0 waits; torchrun would kill rank 0 after half a minute."""
+    words = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
+    monkeypatch.setenv("SLOW_ROLLOUT", "600 1")
+    process = launch_forked(tmp_path, words, "tests.support.slow_engine")
+    wait_for((tmp_path / "count_up" / "rollout").is_file, process)
+    rank_0, rank_1 = (child.pid for child in psutil.Process(process.pid).children())
+    begun = time.monotonic()
+    os.kill(rank_1, signal.SIGKILL)
+    code, _, errors = finish(process)
+    assert time.monotonic() - begun < 10
+    assert code == 1
+    assert re.fullmatch(rf"error: rank 1 \(process {rank_1}\) was ended by SIGKILL: .*", errors.splitlines()[-1])
+    assert not psutil.pid_exists(rank_0)
+
+
+@pytest.mark.processes
+def test_a_launcher_that_is_killed_leaves_no_rank(tmp_path, monkeypatch):
+    words = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
+    monkeypatch.setenv("SLOW_ROLLOUT", "600 0 1")
+    process = launch_forked(tmp_path, words, "tests.support.slow_engine")
+    wait_for((tmp_path / "count_up" / "rollout").is_file, process)
+    ranks = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(map(psutil.pid_exists, ranks)), seconds=10)
+
+
+@pytest.mark.processes
+def test_nothing_after_the_last_save_fails_the_run(tmp_path, monkeypatch):
+    """The folder of temporary files is cleaned, and the report's folder is a file's place."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    process = launch_forked(tmp_path, [*words, f"--save={tmp_path}/save", f"--runs-dir={tmp_path}"])
+    folder = tmp_path / "count_up"
+    wait_for(lambda: rows_of(folder) >= 1, process)
+    shutil.rmtree(temporary)
+    for name in ("report.html", "summary.png"):
+        (folder / name).mkdir()
+    process.send_signal(signal.SIGTERM)
+    code, _, errors = finish(process)
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert f"saved to {tmp_path}/save" in errors
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").is_file()
 
 
 @pytest.mark.processes

@@ -1,48 +1,22 @@
-"""One verdict of all ranks; process groups in a process that lives on; ranks that torchrun starts again."""
+"""Process groups in a process that lives on; interfaces; processes that end with their parent."""
 
 import gc
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from megatron_rc.launch.distributed import AgreedError, agree, alone, choose_interfaces
+from megatron_rc.launch.distributed import alone, choose_interfaces
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.train_ppo import cpu_backend
 from megatron_rc.parallel import ParallelGroups
 from tests.support.paths import ROOT
-from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, run_config
 from tests.support.runs import ONE, wait_for
 
 NAMED = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
-
-
-def agree_on(words, text):
-    """The second rank has an error; what each rank hears."""
-    try:
-        agree(run_config(words), text if dist.get_rank() == 1 else None)
-    except AgreedError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("text", "heard"),
-    [
-        ("the name \ud800 is none", r"the name \\ud800 is none"),
-        ("坏" * 3000 + ": mend the rule", "坏{341} \\.\\.\\. 坏+: mend the rule"),
-    ],
-    ids=["no Unicode", "too long"],
-)
-def test_every_rank_hears_of_an_error_whatever_its_words_are(ranks, tmp_path, text, heard):
-    first, second = ranks.run(agree_on, Layout(tp=2), flags(tmp_path), text)
-    assert first == second
-    assert re.fullmatch(heard, first)
 
 
 @pytest.mark.parametrize(

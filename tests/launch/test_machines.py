@@ -1,14 +1,21 @@
 """Two machines as two launchers on this one: they meet, make one run together, and end alike."""
 
 import contextlib
+import os
 import random
+import signal
 import socket
+import time
 
+import psutil
 import pytest
 
-from tests.support.forked import ForkedCall
+from tests.support.forked import ForkedCall, launch_forked
 from tests.support.meets import meet
-from tests.support.runs import ONE, SMALL, finish, launch, read, start
+from tests.support.runs import ONE, SMALL, children, finish, launch, read, rows_of, start, wait_for
+
+# Seconds that a collective may take.
+LIMIT = 10
 
 
 def free_port():
@@ -27,6 +34,64 @@ def test_two_machines_that_are_numbered_meet(tmp_path):
     code, _, errors = finish(ForkedCall(tmp_path, meet, free_port(), str(met)))
     assert code == 0, errors
     assert {path.name: path.read_text() for path in met.iterdir()} == {"0": "3", "1": "3"}
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """The launchers of two machines whose ranks train, each with one rank."""
+    monkeypatch.setenv("LIMIT_SECONDS", str(LIMIT))
+    words = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+        *SMALL,
+        *ONE,
+    ]
+    words += ["--train-iters=100000", "--lr-decay-iters=100000", f"--runs-dir={tmp_path}"]
+    started = []
+    for number in range(2):
+        folder = tmp_path / f"machine-{number}"
+        folder.mkdir()
+        started.append(launch_forked(folder, [f"--node-rank={number}", *words], "tests.support.slow_engine"))
+    wait_for(lambda: rows_of(tmp_path / "count_up") > 1, started[0])
+    yield started
+    for launcher in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.processes
+def test_a_machine_that_is_cut_off_ends_in_one_sentence(machines):
+    """The processes of machine 0, with the ranks' store, stand still: the system goes on to take what they are sent."""
+    first, second = machines
+    frozen = [first.pid, *children(first.pid)]
+    try:
+        for process in frozen:
+            os.kill(process, signal.SIGSTOP)
+        begun = time.monotonic()
+        code, _, errors = finish(second, LIMIT + 60)
+        assert time.monotonic() - begun < LIMIT + 30
+    finally:
+        for process in frozen:
+            os.kill(process, signal.SIGKILL)
+    assert code == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("error: the machine of rank 0 (127.0.0.1) has not answered for "), errors
+    assert errors.count("has not answered for") == 1
+    assert "Traceback" not in errors
+
+
+@pytest.mark.processes
+def test_a_launcher_that_is_killed_leaves_no_rank_on_its_machine(machines):
+    first, second = machines
+    ranks = children(second.pid)
+    os.kill(second.pid, signal.SIGKILL)
+    wait_for(lambda: not any(map(psutil.pid_exists, ranks)), seconds=5)
+    # The other machine sees that connections break, or waits for its engine.
+    code, _, errors = finish(first, LIMIT + 60)
+    assert code == 1
+    assert errors.splitlines()[-1].startswith(("error: rank 0: ", "error: machine 1 of this run has not answered for"))
 
 
 @pytest.mark.long

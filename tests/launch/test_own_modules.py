@@ -1,4 +1,4 @@
-"""docs/tasks.md: its module and its commands, as they are written, with the examples that they name."""
+"""docs/data.md: its module and its commands, as they are written, with the examples that they name."""
 
 import os
 import re
@@ -16,7 +16,8 @@ from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.training_runs import rows, run_training
 
-TEXT = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+TEXT = PAGE[PAGE.index("## A reward") :]
 MODULES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL))
 COMMANDS = [
     shlex.split(text.replace("\\\n", " ")) for text in re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)

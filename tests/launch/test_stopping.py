@@ -1,65 +1,88 @@
-"""Work that a signal or its limit ends, whatever libraries stand between."""
+"""Signals to a rank: heard at once, whatever its main thread does; under plain torchrun the rank leaves in time."""
 
-import asyncio
 import os
 import signal
-import time
+import subprocess
+import sys
+import threading
+from datetime import timedelta
 
-import anyio
 import pytest
+import torch.distributed as dist
 
-from megatron_rc.launch import stopping
-from megatron_rc.launch.stopping import Interrupted, StopRequest
-
-
-async def in_a_task(send):
-    """As an HTTP client reads an answer: among others, and with a limit of its own."""
-
-    async def read():
-        try:
-            with anyio.fail_after(30):
-                send()
-                await anyio.sleep(30)
-        except TimeoutError as error:
-            raise ValueError("no whole answer") from error
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(read)
+from megatron_rc.launch.ending import messages, tell
+from megatron_rc.launch.stopping import SAVE_AND_END, STOPPING, StopRequest
+from tests.support.paths import ROOT
+from tests.support.runs import wait_for
 
 
-async def in_a_callback(send):
-    """Where an event loop only logs what is raised."""
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    asyncio.get_running_loop().call_soon(send)
-    await anyio.sleep(30)
-
-
-@pytest.mark.parametrize("work", [in_a_task, in_a_callback])
-@pytest.mark.parametrize(
-    ("limit", "send", "ends"),
-    [
-        (60, lambda: os.kill(os.getpid(), signal.SIGTERM), pytest.raises(Interrupted)),
-        (0.1, lambda: time.sleep(5), pytest.raises(TimeoutError, match=r"^late$")),
-    ],
-    ids=["signal", "limit"],
-)
-def test_work_ends_wherever_it_is_interrupted(monkeypatch, work, limit, send, ends):
-    monkeypatch.setattr(stopping, "_AGAIN_SECONDS", 0.05)
-    request, before = StopRequest(), signal.getsignal(signal.SIGALRM)
-    with request.installed(), ends, request.interrupts(limit, "late"):
-        anyio.run(work, send)
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert (request.signal == "SIGTERM") == (limit == 60)
-
-
-def test_a_closed_terminal_is_a_signal_to_stop():
-    before, request = signal.getsignal(signal.SIGHUP), StopRequest()
+@pytest.mark.parametrize("number", STOPPING)
+def test_under_torchrun_each_of_three_signals_asks_to_stop(number):
+    before, request = signal.getsignal(number), StopRequest()
     with request.installed():
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert request.signal == "SIGHUP"
-    assert signal.getsignal(signal.SIGHUP) == before
+        os.kill(os.getpid(), number)
+        wait_for(lambda: request.signal)
+        os.kill(os.getpid(), signal.SIGHUP)  # a later signal changes nothing
+    assert request.signal == number.name
+    assert signal.getsignal(number) == before
 
 
-def test_work_fails_by_an_error_of_its_own():
-    with pytest.raises(TimeoutError, match=r"^of its own$"), StopRequest().interrupts(60, "late"):
-        raise TimeoutError("of its own")
+def test_under_the_launcher_its_signal_has_the_name_of_the_users_and_sigterm_stays_the_systems():
+    request = StopRequest()
+    with messages(), request.installed():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "another rank is gone: this one ends at once"
+        tell(stop="SIGINT")
+        os.kill(os.getpid(), SAVE_AND_END)
+        wait_for(lambda: request.signal)
+    assert request.signal == "SIGINT"
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_compiled_code():
+    request, heard_in_time = StopRequest(), threading.Event()
+
+    def send():
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: request.signal)
+        heard_in_time.set()
+        store.set("end of the wait", "")
+
+    store = dist.HashStore()
+    thread = threading.Thread(target=send)
+    with request.installed():
+        thread.start()
+        store.wait(["end of the wait"], timedelta(seconds=60))
+        thread.join()
+    assert heard_in_time.is_set()
+
+
+WAITING = """
+import datetime, sys
+import torch.distributed as dist
+from megatron_rc.launch import phases
+from megatron_rc.launch.stopping import StopRequest
+
+phases.enter("the training of step 3")
+request = StopRequest()
+request.is_saved = sys.argv[1] == "saved"
+with request.installed():
+    print("begun", flush=True)
+    dist.HashStore().wait(["what never comes"], datetime.timedelta(seconds=60))
+"""
+
+
+@pytest.mark.parametrize(("state", "code"), [("unsaved", 1), ("saved", 0)])
+def test_under_torchrun_a_rank_that_cannot_save_leaves_before_it_is_killed(state, code):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "6"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, state],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "SIGTERM: the run stops after the training of step 3, if that ends within 1 s\n" in errors
+    assert ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in errors) == (state == "unsaved")

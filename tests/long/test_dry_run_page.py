@@ -1,4 +1,4 @@
-"""The dry run of 16,384 ranks that docs/scaling.md shows, run as it stands there."""
+"""The dry run of 16,384 ranks that benchmarks/SCALING.md shows, run as it stands there."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from tests.support.runs import as_in_a_shell
 
 
 def test_the_page_shows_what_the_dry_run_prints():
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "SCALING.md").read_text(encoding="utf-8")
     command, shown = re.search(
         r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL
     ).groups()

@@ -126,7 +126,7 @@ def sums_of(policy):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_values_gradients_and_counts_are_those_of_the_loops(name):
     clipped_of_all_seeds = Counter()
-    for seed in range(3):
+    for seed in range(2):
         tensors = random_batch(seed)
         expected_losses, expected_gradient, tokens_clipped = oracle_loss(BOUNDS[name], *tensors)
         losses, gradient, sums = library_loss(BOUNDS[name], *tensors)
@@ -234,9 +234,9 @@ def expected_of(form):
 @pytest.mark.parametrize(
     ("layout", "form"),
     [
-        *((Layout(cp=2), form) for form in ("zigzag", "contiguous", "packed")),
-        *((Layout(cp=4), form) for form in ("zigzag", "contiguous", "packed")),
-        (Layout(cp=2, dp=2), "zigzag"),
+        (Layout(cp=2), "zigzag"),
+        (Layout(cp=4), "contiguous"),
+        (Layout(cp=2, dp=2), "packed"),
     ],
     ids=str,
 )

@@ -106,9 +106,8 @@ def correct_dealt(batches, dealt=DEALT):
 
 # Each way in which numbers of whole sequences, prompts or turns are made, without those that differ in bounds alone.
 NAMES = [
-    *("token", "token clamp", "token accepted scope", "sequence icepop", "geometric", "maxima and veto", "groups"),
-    *("group of the vetoed", "sequence by staleness", "min prefix", "turns by id", "turns of the vetoed"),
-    *("bad tokens", "bad sequences"),
+    *("token", "token accepted scope", "maxima and veto", "groups", "sequence by staleness", "min prefix"),
+    *("turns by id", "bad sequences"),
 ]
 
 
@@ -137,10 +136,7 @@ def test_a_rank_with_one_group_beside_ranks_with_more_matches_the_oracle(ranks):
 STEPS = [
     ("token clamp", "decoupled", "ppo_clip", "token-mean", True),
     ("sequence", "decoupled", "gspo", "seq-mean-token-mean", False),
-    ("prefix", "decoupled", "gmpo", "seq-mean-token-sum", True),
     ("turns", "decoupled", "cppo", "token-mean", False),
-    ("groups", "decoupled", "ppo_clip", "seq-mean-token-mean", True),
-    ("token clamp", "bypass", "reinforce", "token-mean", True),
     ("sequence", "bypass", "reinforce", "seq-mean-token-mean", False),
     ("turns", "bypass", "reinforce", "seq-mean-token-sum", True),
     ("sequence", "one pass", "gspo", "token-mean", False),

@@ -9,7 +9,7 @@ from megatron_rc.parallel.layout import shard_positions
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [1, 4])
 def test_padded_shards_restore_the_whole(cp_size, split):
     full = torch.arange(3 * 16 * 2).view(3, 16, 2)
     layouts = [SequenceLayout.padded(3, 16 // cp_size, cp_rank=r, cp_size=cp_size, split=split) for r in range(cp_size)]
@@ -42,7 +42,7 @@ def test_zigzag_is_megatrons():
     assert shard_positions(8, 1, 2, "contiguous").tolist() == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
 def test_bounds_of_any_kind(kind):
     layout = SequenceLayout.packed(kind([0, 4, 12]), cp_rank=1, cp_size=2)
     assert layout.full_lengths == (8, 16)

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_rc.parallel import LogProbRequest
 from tests.support.ranks import Layout
+from tests.support.softmax_oracle import log_probs_entropy_squares
 
 ROWS = 3
 LENGTH = 6
@@ -46,12 +47,10 @@ def in_form(values, form):
     return {"bs": values, "sb": values.transpose(0, 1), "t": values.flatten(0, 1)}[form]
 
 
-def reference(logits, labels, mask, temperature=1.0):
-    """Log-probs and entropies, 0 outside of the mask, of logits in the labels' order."""
-    log_softmax = torch.log_softmax(logits.reshape(labels.numel(), -1) / temperature, -1)
-    of_labels = log_softmax.gather(1, labels.reshape(-1, 1)).view(labels.shape)
-    entropy = -(log_softmax.exp() * log_softmax).sum(1).view(labels.shape)
-    return torch.where(mask, of_labels, 0), torch.where(mask, entropy, 0)
+def reference(logits, labels, mask, temperature=1.0, kept=None):
+    """Log-probs (over the kept tokens) and entropies, 0 outside of the mask, of logits in the labels' order."""
+    scaled = logits.reshape(*labels.shape, -1) / temperature
+    return log_probs_entropy_squares(scaled, labels, counted=mask, kept=kept)[:2]
 
 
 def backward_of(results, inputs):
@@ -96,10 +95,7 @@ def test_kept_tokens(kind):
     source = {"logits": layer(hidden)} if kind == "logits" else {"hidden_states": hidden, "output_layer": layer}
     support = {"support_ids": kept.nonzero()[:, 1], "support_offsets": offsets}
     answer = LogProbRequest(labels=labels, layout="bs", mask=mask, **source, **support).answer()
-    logits = layer(hidden)
-    over_kept = logits.masked_fill(~kept.view(ROWS, LENGTH, -1), -torch.inf)
-    log_probs = torch.log_softmax(over_kept, -1).gather(2, labels.unsqueeze(2)).squeeze(2)
-    expected = torch.where(mask, log_probs, 0), reference(logits, labels, mask)[1]
+    expected = reference(layer(hidden), labels, mask, kept=kept.view(ROWS, LENGTH, -1))
     compare(answer, expected, [hidden, layer.weight])
 
 

@@ -57,19 +57,14 @@ def interpret(path):
 
 
 CASES = {
-    "one column": Case(1, 4),
-    "five columns, log-probs alone": Case(5, 5, entropy=False, used=(0,), temperature=0.7),
+    "one column, log-probs alone": Case(1, 4, entropy=False, used=(0,), temperature=0.7),
     "33 columns": Case(33, 40, temperature=1.3, gap=3),
-    "300 columns": Case(300, 305, temperature=0.7, gap=11),
     "140 columns, nothing of the entropy": Case(140, 144, used=(0, 2)),
     "300 columns, in place": Case(300, 320, temperature=0.7, gap=11, used=(0, 1), inplace=True),
     "300 columns, 20 kept": Case(300, 305, temperature=0.7, gap=11, kept=20),
-    "300 columns, 20 kept, in place": Case(300, 320, temperature=0.7, kept=20, inplace=True),
-    "33 columns of bfloat16": Case(33, 40, torch.bfloat16, temperature=0.7),
     "300 columns of bfloat16, in place": Case(300, 320, torch.bfloat16, gap=5, inplace=True),
     "129 columns of float16": Case(129, 136, torch.float16, used=(1,)),
     "blocks as they are": Case(8192 + 5, 8192 + 16, temperature=1.1, large=True),
-    "152k columns of bfloat16": Case(151_936, 152_064, torch.bfloat16, used=(0, 1), large=True),
 }
 
 

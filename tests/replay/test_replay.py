@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rc.doctor.advice import Choice, effect
 from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.report import examine
+from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.records.formats.jsonl import write_jsonl
 from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from megatron_rc.replay.__main__ import main
@@ -114,6 +116,21 @@ def test_small_sequence_weights_are_told_apart(sum_of_logs):
     weights = (exact_logs - exact_logs.max()).exp()
     share = float(weights.sum() ** 2 / (8 * weights.square().sum()))
     assert found.weights.effective_share == pytest.approx(share, rel=1e-9)
+
+
+def test_the_doctor_and_replay_have_one_effective_sample_size():
+    """Over all tokens that could count: a correction that rejects 90 % of them leaves at most a tenth."""
+    batch = scored_batch(rows=200, length=40)
+    batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs - 0.5)
+    near = torch.arange(200) % 10 == 0
+    batch.old_log_probs[near] = batch.rollout_log_probs[near]
+    data, found = replayed([batch], RolloutCorrectionConfig.decoupled_geo_rs("0.9_1.1"))
+    choice = Choice("decoupled_geo_rs", "", {"rs_threshold": "0.9_1.1"})
+    share = effect(choice, Sampled.of_batch(batch)).eff_sample_size
+    assert share == pytest.approx(found.weights.effective_share)
+    assert share == pytest.approx(1 - found.total.rejected_tokens / found.total.tokens)
+    assert 0.05 < share < 0.15
+    assert int(data.lengths.sum()) == found.total.tokens
 
 
 def test_rejections_are_counted_by_reward_length_and_age():
@@ -282,7 +299,8 @@ def refused(words, capsys):
         ),
         (["--correction=nowhere.yaml"], "--correction nowhere.yaml: nowhere.yaml cannot be read"),
         (["--preset=disabled", "--html="], "--html '' is a folder: expected the name of a file to write"),
-        (["--preset=disabled", "--html=a.jsonl"], "--html a.jsonl is the name of a record: name the page"),
+        (["--preset=disabled", "--html=a.jsonl"], "--html a.jsonl is the name of a record: name it something.html"),
+        (["--preset=disabled", "--picture=a.safetensors"], "--picture a.safetensors is the name of a record: name it"),
         (["--preset=disabled", "--html=nowhere/a.html"], "--html nowhere/a.html: the folder nowhere does not exist"),
         (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
         (["--preset=token_is", "--grid=proximal_interpolation=true"], "proximal_interpolation"),

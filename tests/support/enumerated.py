@@ -118,3 +118,26 @@ def enumerated(
 
 def _probability(response: tuple[int, ...], engine: Tensor, index: dict[tuple[int, ...], int]) -> float:
     return math.prod(float(engine[index[response[:t]], token]) for t, token in enumerate(response))
+
+
+def reached(policy: Tensor) -> Tensor:
+    """Return the probability of reaching each prefix, [prefixes], from those of the next tokens, [prefixes, 3]."""
+    probabilities = [policy.new_ones(())]  # of the empty prefix
+    # The prefixes one token longer than prefix i are 3i + 1, 3i + 2 and 3i + 3.
+    for prefix in range(len(policy) // 3):
+        probabilities.extend(probabilities[prefix] * policy[prefix])
+    return torch.stack(probabilities)
+
+
+def divergences(toy: Enumerated, reference: Enumerated) -> dict[str, Tensor]:
+    """Distances of the next token's distributions after each prefix, in the graph of the logits.
+
+    KL(π_θ ‖ π_ref), KL(π_ref ‖ π_θ) and Σ|π_θ - π_ref|.
+    """
+    log_policy = toy.logits.log_softmax(1)
+    log_ref = reference.logits.detach().log_softmax(1)
+    return {
+        "forward": (log_policy.exp() * (log_policy - log_ref)).sum(1),
+        "reverse": (log_ref.exp() * (log_ref - log_policy)).sum(1),
+        "distance": (log_policy.exp() - log_ref.exp()).abs().sum(1),
+    }

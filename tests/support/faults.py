@@ -53,15 +53,15 @@ def environment(faults):
 
 def strike(fault):
     with open(fault.log, "a") as file:
-        file.write(f"{phases.current().name}\n")
+        file.write(f"{phases.current()}\n")
     os.kill(os.getppid() if fault.to == "parent" else os.getpid(), fault.number)
 
 
 def arm(fault):
     enter, is_due, struck = phases.enter, threading.Event(), threading.Event()
 
-    def enter_and_strike(name, **more):
-        enter(name, **more)
+    def enter_and_strike(name):
+        enter(name)
         if name == fault.phase and is_due.is_set() and not struck.is_set():
             struck.set()
             if fault.delay:

@@ -53,7 +53,20 @@ _MEASURES = {
 
 
 def study_rows(run):
-    """The rows of a study's run: ten for each point of its curves, which are means of ten steps."""
+    """The rows of a study's run: ten batches for each point of its curves, which are means of ten steps.
+
+    A billionth of the step is added to the reward: equal rewards in a row are those of one batch.
+    """
     for step in range(1, 10 * len(run.curves["kl"]) + 1):
         values = {name: run.curves[measure][(step - 1) // 10] for measure, name in _MEASURES.items()}
-        yield {"step": step, **{name: value for name, value in values.items() if value is not None}}
+        row = {name: value for name, value in values.items() if value is not None}
+        yield {"step": step, **row, "reward/mean": row["reward/mean"] + 1e-9 * step}
+
+
+def with_steps(rows, steps_a_batch):
+    """The rows of a run that makes this many optimizer steps of each batch: each repeats what its batch has."""
+    step = 0
+    for row in rows:
+        for _ in range(steps_a_batch):
+            step += 1
+            yield {**row, "step": step}

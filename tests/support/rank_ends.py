@@ -6,7 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rc.launch.ending import FOLDER, tell_ending, tell_start
+from megatron_rc.launch.ending import FOLDER, signal_of_launcher, tell, tell_ending, tell_start
+from megatron_rc.launch.stopping import SAVE_AND_END
 
 rank = int(os.environ["RANK"])
 how, *where = sys.argv[1:]
@@ -17,14 +18,9 @@ mine = not where or rank == int(where[0])
 def stop(*_: object) -> None:
     if how == "saves-late":
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(1.5)
     tell_ending(kept=how.startswith("saves"))
     sys.exit(0)
-
-
-def fail_as_a_victim(*_: object) -> None:
-    tell_ending(error="connection closed by peer", code=1)
-    sys.exit(1)
 
 
 def meet() -> None:
@@ -35,27 +31,36 @@ def meet() -> None:
         time.sleep(0.01)
 
 
+def fail_as_a_victim() -> None:
+    """Tell what a rank tells whose connection breaks because the other one is gone."""
+    time.sleep(0.3)
+    tell(error="connection closed by peer", code=1)
+    sys.exit(1)
+
+
+def fail(words: str, code: int) -> None:
+    tell(error=words, code=code)
+    sys.exit(code)
+
+
+if signal_of_launcher() is not None:
+    sys.exit(0)
 if how in ("saves", "saves-late", "stops"):
-    signal.signal(signal.SIGINT, stop)
-if how == "interrupts":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-if how == "restarts-stopped":
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-if not mine:
-    signal.signal(signal.SIGTERM, fail_as_a_victim)
+    signal.signal(SAVE_AND_END, stop)
 tell_start()
-if how == "agrees":  # before the other rank ends, which would end this one
-    sys.stderr.write("what a rank says is above the last line\n")
 meet()
-if how in ("saves", "saves-late", "stops", "interrupts") and rank == 0:
-    os.kill(os.getppid(), signal.SIGINT)
+if how in ("saves", "saves-late", "stops", "interrupts"):
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
 elif how == "vanishes":
     os._exit(0)
 elif how == "agrees":
-    tell_ending(error="the rollout of step 3 failed: no answer in 60 s", code=1)
-    sys.exit(1)
+    sys.stderr.write("what a rank says is above the last line\n")
+    fail("the rollout of step 3 failed: no answer in 60 s", 1)
 elif how == "restarts-guard":
-    tell_ending(error="stopped by --stop-if 'lr > 0'", code=3)
+    if rank == 0:
+        tell(error="stopped by --stop-if 'lr > 0'", code=3)
+    tell_ending(kept=True)
     sys.exit(0)
 elif how == "restarts-stopped" and restart == "1":
     if rank == 0:
@@ -64,13 +69,18 @@ elif how == "told" or restart == "1":
     tell_ending(kept=restart == "1")
     sys.exit(0)
 elif how.startswith("restarts"):
-    tell_ending(error="of an older start", code=1)
-    sys.exit(1)
+    fail("of an older start", 1)
+elif how == "afterwards":
+    tell_ending(kept=True)
+    time.sleep(0.5)
+    if rank == 1:
+        fail("the last evaluation failed", 1)
 elif mine and how == "usage":
-    tell_ending(error="--lr 0 must be positive", code=2)
-    sys.exit(2)
+    fail("--lr 0 must be positive", 2)
 elif mine and how == "leaves":
-    sys.exit(7)
-elif mine and how in ("killed", "aborts"):
-    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGABRT)
+    os._exit(7)
+elif mine and how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how in ("leaves", "killed"):
+    fail_as_a_victim()
 time.sleep(60)

@@ -26,8 +26,6 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from megatron_rc.launch.training.reporting import picture
-
 COLLECTIVE_SECONDS = 180
 VICTIM_SECONDS = 3
 # Layouts after which the ranks are renewed: groups of earlier layouts hold about forty descriptors each on eight ranks.
@@ -217,7 +215,7 @@ def _serve(connection: Connection) -> None:
     logging.disable(logging.WARNING)
     joined = None
     # Drawing takes half the time of a run of a few steps.
-    without_pictures = mock.patch.object(picture, "draw_run", return_value=None)
+    without_pictures = mock.patch("megatron_rc.launch.training.reporting.reporter.draw_run")
     with cpu_backend(), without_pictures, contextlib.suppress(EOFError):
         while True:
             layout, rank, meeting = connection.recv()

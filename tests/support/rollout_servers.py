@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.publishers import FilePublisher
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import ROUTE, VllmClient
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 
@@ -34,7 +36,8 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True,
 )
 
-GENERATE = {VllmServerEngine: ROUTE, SglangServerEngine: "/generate"}
+GENERATE = {VllmClient: ROUTE, SglangClient: "/generate"}
+OF_ENGINE = {"concurrency", "partial_rollouts", "max_versions"}  # arguments of an engine; others are its client's
 
 
 class Server(ThreadingHTTPServer):
@@ -206,10 +209,15 @@ def weights(seed=0):
 
 
 def make_engine(kind, server, folder, start_timeout=30.0, **more):
-    client = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
+    http = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
     ends = more.pop("ends", ENDS)
     directory = ModelDirectory(folder / "weights", CONFIG, ends.eos_token_id)
-    return kind(client, directory, ends, start_timeout=start_timeout, **more)
+    publisher = more.pop("publisher", FilePublisher)(directory)
+    of_engine = {name: more.pop(name) for name in OF_ENGINE & more.keys()}
+    if kind is VllmClient:
+        more["needs_versions"] = of_engine.get("partial_rollouts", False)
+        more["max_versions"] = of_engine.get("max_versions")
+    return ServerEngine(kind(http, **more), publisher, ends, start_timeout=start_timeout, **of_engine)
 
 
 def given(kind, server, folder, version=0, **options):
@@ -227,7 +235,7 @@ def engine(request, server, tmp_path):
 
 
 def generate_path(engine):
-    return GENERATE[type(engine)]
+    return GENERATE[type(engine.client)]
 
 
 def sample(engine, prompts=((5, 6),), tokens=TOKENS, **params):

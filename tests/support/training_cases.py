@@ -354,7 +354,7 @@ def with_replayed(trainer: Any, batch: RolloutBatch, data: Data) -> RolloutBatch
         routes = data.routes[rows] if config.replays_rollouts else None
         support = {} if data.kept is None else support_fields(data.kept[rows])
         given = dataclasses.replace(batch, routed_experts=routes, **support)
-    return ReplicaBroadcast(config, groups, batch.sampling).batch(given, *batch.tokens.shape)
+    return ReplicaBroadcast(config, groups).batch(given)
 
 
 def support_fields(kept: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,14 +25,17 @@ HELD_OUT += ["--rollout-rs-threshold=0.01_100,10"]
 
 
 def run_training(words):
-    """Run ``train`` as under torchrun; returns the error that it raised."""
-    from megatron_rc.launch.distributed import AgreedError
+    """Run ``train`` as under torchrun; returns the error that it raised. An engine's error is of one rank alone."""
+    from megatron_rc.launch.engines import EngineError
+    from megatron_rc.launch.errors import RunError
     from megatron_rc.launch.training.loop import train
 
     config, task = configure(words, torch.distributed.get_world_size())
     try:
         train(config, task)
-    except (AgreedError, ValueError) as error:
+    except EngineError:  # the other ranks wait for this one
+        raise
+    except (RunError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -64,8 +64,6 @@ def misbehave(prompt, response, label, record):
     elif what == "start":  # leaves another process running, and hangs
         subprocess.Popen(["sleep", rest])
         time.sleep(float(rest))
-    elif what == "detach":  # leaves a process in a session of its own
-        subprocess.Popen(["sleep", rest], start_new_session=True)
     elif what == "fork":  # both processes return
         os.fork()
     elif what == "heavy":

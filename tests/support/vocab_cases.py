@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.parallel import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from tests.support.softmax_oracle import log_probs_entropy_squares
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,15 @@ def textbook(case: Case) -> list[Tensor]:
     logits = case.logits().detach().double().requires_grad_()
     rows = case.mask().nonzero().squeeze(1)
     counted = logits[rows, : case.columns] / case.temperature
-    log_pi = torch.log_softmax(counted, dim=1)
-    pi = log_pi.exp()
-    is_not_kept = torch.zeros_like(counted, dtype=torch.bool)
+    is_kept = None
     if case.kept:
         supports = case.supports()
-        for flags, row in zip(is_not_kept, rows, strict=True):
-            flags[:] = len(supports[row]) > 0
-            flags[supports[row]] = False
-    kept_log_pi = torch.log_softmax(counted.masked_fill(is_not_kept, -torch.inf), dim=1)
+        is_kept = torch.zeros_like(counted, dtype=torch.bool)
+        for flags, row in zip(is_kept, rows, strict=True):
+            flags[:] = len(supports[row]) == 0
+            flags[supports[row]] = True
     values = torch.zeros(3, 5, dtype=torch.float64)
-    values[0, rows] = kept_log_pi.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
-    values[1, rows] = -(pi * log_pi.masked_fill(log_pi == -torch.inf, 0)).sum(1)
-    values[2, rows] = kept_log_pi.exp().square().sum(1)
+    values[:, rows] = log_probs_entropy_squares(counted, case.labels()[rows], kept=is_kept)
     sum((case.coefficients()[index] * values[index]).sum() for index in case.used).backward()
     return [*values.detach(), logits.grad]
 

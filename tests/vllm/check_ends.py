@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.publishers import FilePublisher
+from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.engines.vllm_engine import VllmEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.records.rollout import SamplingParams
@@ -69,9 +71,10 @@ def test_vllms_server_stops_at_every_end(tmp_path, ends, skips_tokenizer):
     """Without a tokenizer the server ignores stop strings, and the check of its answers says so."""
     port = free_port()
     client = HttpClient(f"http://127.0.0.1:{port}", timeout=120)
-    engine = VllmServerEngine(client, directory(tmp_path, ends), ends, start_timeout=300)
+    publisher = FilePublisher(directory(tmp_path, ends))
+    engine = ServerEngine(VllmClient(client), publisher, ends, start_timeout=300)
     model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
-    path = engine.directory.write((name, parameter.detach()) for name, parameter in model.named_parameters())
+    path = publisher.directory.write((name, parameter.detach()) for name, parameter in model.named_parameters())
     process = start_server(path, port, tmp_path / "log", skips_tokenizer=skips_tokenizer)
     try:
         if ends.strings and skips_tokenizer:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from megatron_rc.launch.engines.http_client import HttpClient
-from megatron_rc.launch.engines.vllm_server import ROUTE
+from megatron_rc.launch.engines.vllm_client import ROUTE
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.support.partial_rollouts import (
     CONFIG,
@@ -46,6 +46,7 @@ def started(folder):
     """An engine whose server has the weights of version 0."""
     for rig in served(folder, CONFIG):
         rig.engine.partial_rollouts = True
+        rig.engine.client.needs_versions = True
         give(rig.engine, 0)
         rig.engine.sample(PROMPTS, SamplingParams(), 4, SEED)  # the first requests take longer
         yield rig.engine
@@ -86,7 +87,7 @@ def test_weights_change_within_responses(engine):
 
 
 def test_an_update_that_would_exceed_the_bound_waits_for_the_responses(engine):
-    engine.max_versions = 2
+    engine.max_versions = engine.client.max_versions = 2
     samples = sample_over(engine, updates(engine, [1, 2]))
     assert max(len(set(sample.versions)) for sample in samples) == 2
     assert all(farthest(sample, prompt) < 1e-4 for prompt, sample in zip(PROMPTS, samples, strict=True))

@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.publishers import FilePublisher
 from megatron_rc.launch.engines.router_record import RouterRecord
+from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.engines.vllm_engine import CPU_DEFAULTS, TORCHRUN, VllmEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.partial_rollouts import CONFIG as LLAMA
@@ -92,9 +94,10 @@ def in_process(folder, config, **settings):
 def served(folder, config):
     port = free_port()
     client = HttpClient(f"http://127.0.0.1:{port}", timeout=120)
-    engine = VllmServerEngine(client, ModelDirectory(folder / "weights", config, EOS), ENDS, start_timeout=300)
+    publisher = FilePublisher(ModelDirectory(folder / "weights", config, EOS))
+    engine = ServerEngine(VllmClient(client), publisher, ENDS, start_timeout=300)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    path = engine.directory.write((name, parameter.detach()) for name, parameter in model.named_parameters())
+    path = publisher.directory.write((name, parameter.detach()) for name, parameter in model.named_parameters())
     process = start_server(path, port, folder / "log")
     try:
         yield Rig(engine, config, lambda _prompt: hits(client.url), lambda: process.poll() or process.pid)
@@ -190,9 +193,7 @@ def test_a_sync_changes_the_weights_in_place(rig):
     before, process = rig.check(prompts, SamplingParams(), seed=3), rig.process()
     count = rig.cached_tokens(prompts[0])
     rig.check(prompts, SamplingParams(), seed=4)
-    assert rig.cached_tokens(prompts[0]) > (count if rig.engine.__class__ is VllmServerEngine else 0), (
-        "the cache is used"
-    )
+    assert rig.cached_tokens(prompts[0]) > (count if rig.engine.__class__ is ServerEngine else 0), "the cache is used"
     for version in (1, 2):
         rig.sync(version)
         after = rig.check(prompts, SamplingParams(), seed=3)

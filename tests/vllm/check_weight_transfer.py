@@ -18,8 +18,11 @@ import torch
 from megatron_rc.launch.engines import weight_stream
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.publishers import StreamPublisher
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.streamed import INCOMPLETE, STREAMED_START, VllmStreamedEngine
+from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.launch.engines.server_client import INCOMPLETE
+from megatron_rc.launch.engines.vllm_client import STREAMED_START, VllmClient
 from megatron_rc.launch.engines.weight_sender import MemorySender, VllmSender, send_weights
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.partial_rollouts import (
@@ -49,9 +52,9 @@ class Trainer:
     def __init__(self, url, folder, *, ipc=False):
         once = HttpClient(url, 60, Retries(attempts=1))
         directory = ModelDirectory(folder / "weights", CONFIG, EOS)
-        self.engine = VllmStreamedEngine(
-            HttpClient(url, 60), directory, ENDS, start_timeout=300, once=once, dtype=torch.float32
-        )
+        client = VllmClient(HttpClient(url, 60), once=once)
+        publisher = StreamPublisher(directory, torch.float32)
+        self.engine = ServerEngine(client, publisher, ENDS, start_timeout=300)
         make = MemorySender if ipc else partial(VllmSender, transport="gloo")
         self.senders = [make(once, stage) for stage in range(2)]
         self.parts = [{name for name, _ in weights_of(0) if ("layers.0" in name) == (not stage)} for stage in range(2)]
@@ -81,7 +84,7 @@ class Trainer:
 
     def tensors(self, stage, version):
         own = [pair for pair in weights_of(version) if pair[0] in self.parts[stage]]
-        return self.engine.directory.tensors(own, self.parts[stage])
+        return self.engine.publisher.directory.tensors(own, self.parts[stage])
 
 
 @contextmanager
@@ -89,7 +92,7 @@ def started(folder, *more):
     """A trainer and its server, which has the weights of version 0."""
     port = free_port()
     trainer = Trainer(f"http://127.0.0.1:{port}", folder)
-    trainer.engine.directory.write_config(torch.float32)
+    trainer.engine.publisher.directory.write_config(torch.float32)
     process = start_server(folder / "weights", port, folder / "log", [*STREAMED, *more])
     try:
         trainer.give(0)
@@ -129,7 +132,9 @@ def test_two_senders_give_all_weights(place, ipc):
     for version in (1, 2, 0):
         trainer.give(version)
         check(trainer.engine, version)
-        assert [*trainer.engine.directory.path.glob("*")] == [trainer.engine.directory.path / "config.json"]
+        assert [*trainer.engine.publisher.directory.path.glob("*")] == [
+            trainer.engine.publisher.directory.path / "config.json"
+        ]
 
 
 def test_a_server_of_two_processes_which_share_each_tensor(tmp_path):
@@ -170,7 +175,7 @@ def test_an_update_without_one_sender_is_named_and_replaced(server):
 
 @pytest.mark.parametrize("moment", ["between buckets", "while the server waits"])
 def test_a_sender_that_is_killed_leaves_no_mixture_in_service(server, moment):
-    url, folder = server.engine.client.url, server.engine.directory.path.parent
+    url, folder = server.engine.client.url, server.engine.publisher.directory.path.parent
     command = [sys.executable, "-m", "tests.vllm.check_weight_transfer", url, str(folder), moment]
     run = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
     assert run.returncode == -signal.SIGKILL
@@ -180,7 +185,7 @@ def test_a_sender_that_is_killed_leaves_no_mixture_in_service(server, moment):
 
 def check_another_trainer(server):
     """It takes over the server: it connects again, and its weights are complete."""
-    engine = Trainer(server.engine.client.url, server.engine.directory.path.parent)
+    engine = Trainer(server.engine.client.url, server.engine.publisher.directory.path.parent)
     engine.give(2)
     check(engine.engine, 2)
     assert state(engine.engine) == (False, "2")

@@ -84,7 +84,7 @@ class LocalBatch:
     length_of_model: int  # length of these rows over all CP ranks
 
     def sides(self, values: Tensor) -> Tensor:
-        """[n], values by row of the rollout batch brought to the sequences; 0 for padding, which counts nowhere."""
+        """Return the sequences' values, [n], from values by row of the rollout batch; 0 for padding."""
         return torch.where(self.rows >= 0, values[self.rows.clamp(min=0)], values.new_zeros(()))
 
     def with_advantages(self, advantages: Tensor) -> LocalBatch:
@@ -116,20 +116,25 @@ def _with_support_cuts(batch: LocalBatch) -> LocalBatch:
 
 def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
     rows, length = batch.tokens.shape
-    size, cp_rank, cp_size = config.training.micro_batch_size, group_rank(groups.cp), group_size(groups.cp)
-    layout, micro = (
-        SequenceLayout.padded(number, length // cp_size, cp_rank=cp_rank, cp_size=cp_size) for number in (rows, size)
+    cp_rank = group_rank(groups.cp)
+    cp_size = group_size(groups.cp)
+    rows_of_micro_batch = config.training.micro_batch_size
+    rows_of_mini_batch = config.training.global_batch_size // config.data_parallel_size
+    num_mini_batches = rows // rows_of_mini_batch
+
+    layout = SequenceLayout.padded(rows, length // cp_size, cp_rank=cp_rank, cp_size=cp_size)
+    layout_of_micro_batch = SequenceLayout.padded(
+        rows_of_micro_batch, length // cp_size, cp_rank=cp_rank, cp_size=cp_size
     )
-    index = torch.arange(rows, device=batch.tokens.device)
-    per_rank = config.training.global_batch_size // config.data_parallel_size
-    micro_batches = [micro] * (rows // size)
+    layouts = [layout_of_micro_batch] * (rows // rows_of_micro_batch)
+    row_indices = torch.arange(rows, device=batch.tokens.device)
     return LocalBatch(
-        local=_local_tokens(batch, layout, index, lambda values, _: layout.cut(values)),
-        rows=index,
-        mini_batch_ids=index // per_rank,
-        cuts=_consecutive(micro_batches, [per_rank // size] * (rows // per_rank)),
-        total_tokens=(config.training.global_batch_size * length,) * (rows // per_rank),
-        rows_of_model=size,
+        local=_local_tokens(batch, layout, row_indices, lambda values, _: layout.cut(values)),
+        rows=row_indices,
+        mini_batch_ids=row_indices // rows_of_mini_batch,
+        cuts=_consecutive(layouts, [rows_of_mini_batch // rows_of_micro_batch] * num_mini_batches),
+        total_tokens=(config.training.global_batch_size * length,) * num_mini_batches,
+        rows_of_model=rows_of_micro_batch,
         length_of_model=length,
     )
 
@@ -143,12 +148,14 @@ def _local_tokens(
     filler for padding) and returns their local part.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
-    early = batch.label_turn_rewards()
-    experts, support = batch.routed_experts, batch.label_support()
-    support_ids, support_counts = None, None
+    turn_rewards = batch.label_turn_rewards()
+    experts = batch.routed_experts
+    support = batch.label_support()
+    support_ids = None
+    support_counts = None
     if support is not None:
-        place = torch.arange(labels.numel(), device=labels.device).view_as(labels)
-        support_ids, support_counts = take_support(*support, take(place, -1))
+        label_indices = torch.arange(labels.numel(), device=labels.device).view_as(labels)
+        support_ids, support_counts = take_support(*support, take(label_indices, -1))
     return LocalTokens(
         train_log_probs=None,
         layout=layout,
@@ -163,31 +170,35 @@ def _local_tokens(
         routed_experts=None if experts is None else take(experts, NOT_NEEDED),
         support_ids=support_ids,
         support_counts=support_counts,
-        turn_rewards=None if early is None else take(early, 0),
+        turn_rewards=None if turn_rewards is None else take(turn_rewards, 0),
         advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )
 
 
 def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
-    ranks, here, device = _token_counts(batch, config, groups), group_rank(groups.dp), batch.tokens.device
-    packing = pack(ranks, here, config)
+    device = batch.tokens.device
+    replica = group_rank(groups.dp)
+    counts_of_replicas = _token_counts(batch, config, groups)
+    packing = pack(counts_of_replicas, replica, config)
+
     micro_batches = []  # each a list of (row, length) of its sequences
-    for mini_batch, (bins, counts) in enumerate(zip(packing.bins, ranks[here], strict=True)):
-        first = mini_batch * len(counts)
-        for one in bins:
-            held = [(first + row, counts[row]) for row in one]
-            missing = packing.width - sum(counts[row] for row in one)
-            micro_batches.append([*held, *_padding(missing, config.training.seq_length)])
-    layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
-    layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
-    rows = torch.tensor([row for one in micro_batches for row, _ in one])
-    ids = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
-    sequences = torch.tensor([len(one) for one in micro_batches])
+    for mini_batch, (bins, counts) in enumerate(zip(packing.bins, counts_of_replicas[replica], strict=True)):
+        first_row = mini_batch * len(counts)
+        for rows_of_bin in bins:
+            sequences = [(first_row + row, counts[row]) for row in rows_of_bin]
+            missing = packing.width - sum(counts[row] for row in rows_of_bin)
+            micro_batches.append([*sequences, *_padding(missing, config.training.seq_length)])
+
+    layouts = [_packed_layout([length for _, length in micro_batch], groups) for micro_batch in micro_batches]
+    layout = _packed_layout([length for micro_batch in micro_batches for _, length in micro_batch], groups)
+    rows = torch.tensor([row for micro_batch in micro_batches for row, _ in micro_batch])
+    mini_batches = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
+    num_sequences = torch.tensor([len(micro_batch) for micro_batch in micro_batches])
     return LocalBatch(
         local=_local_tokens(batch, layout, rows.to(device), _taker(batch, layout, rows)),
         rows=rows.to(device),
-        mini_batch_ids=torch.tensor(ids).repeat_interleave(sequences).to(device),
+        mini_batch_ids=torch.tensor(mini_batches).repeat_interleave(num_sequences).to(device),
         cuts=_consecutive(layouts, packing.num_micro_batches),
         total_tokens=tuple(number * packing.width_of_ranks for number in packing.num_micro_batches),
         rows_of_model=1,
@@ -196,9 +207,9 @@ def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
 
 
 def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
-    """[rank][mini-batch][row]: number of tokens up to the row's last trained label, padded for CP; 0 if there is none.
+    """Return for each replica, mini-batch and row the tokens up to the row's last trained label, padded for CP.
 
-    One host synchronisation.
+    It is 0 for a row without a trained label. One host synchronisation.
     """
     rows, length = batch.tokens.shape
     mask = batch.label_aligned()[1]
@@ -218,31 +229,37 @@ def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
 
 def _taker(batch: RolloutBatch, layout: SequenceLayout, rows: Tensor) -> Callable[[Tensor, int], Tensor]:
     """Function that brings ``[rows, s, ...]`` of a rollout batch to the packed layout of its sequences."""
-    lengths, device = torch.tensor(layout.full_lengths), batch.tokens.device
+    lengths = torch.tensor(layout.full_lengths)
+    device = batch.tokens.device
     position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     row = rows.repeat_interleave(lengths)
     index = layout.cut(row.clamp(min=0) * batch.tokens.shape[1] + position).to(device)
-    held = layout.cut(row >= 0).to(device)
+    is_token = layout.cut(row >= 0).to(device)
 
     def take(values: Tensor, filler: int) -> Tensor:
-        taken = values.flatten(0, 1)[index]
-        return torch.where(held.view(-1, *[1] * (taken.dim() - 1)), taken, values.new_full((), filler))
+        packed = values.flatten(0, 1)[index]
+        further_dimensions = [1] * (packed.dim() - 1)
+        return torch.where(is_token.view(-1, *further_dimensions), packed, values.new_full((), filler))
 
     return take
 
 
 def _packed_layout(lengths: Sequence[int], groups: ParallelGroups) -> SequenceLayout:
-    cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
+    cp_size = group_size(groups.cp)
     bounds = accumulate([0, *(length // cp_size for length in lengths)])
-    return SequenceLayout.packed(list(bounds), cp_rank=cp_rank, cp_size=cp_size)
+    return SequenceLayout.packed(list(bounds), cp_rank=group_rank(groups.cp), cp_size=cp_size)
 
 
 def _consecutive(layouts: Sequence[SequenceLayout], num_micro_batches: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
     """Cuts of micro-batches that lie one after the other, by mini-batch."""
-    cuts, token, sequence = [], 0, 0
+    cuts = []
+    first_token = 0
+    first_sequence = 0
     for layout in layouts:
-        tokens, sequences = layout.shape[0], layout.num_sequences
-        cuts.append(Cut(slice(token, token + tokens), slice(sequence, sequence + sequences), layout))
-        token, sequence = token + tokens, sequence + sequences
+        end_of_tokens = first_token + layout.shape[0]
+        end_of_sequences = first_sequence + layout.num_sequences
+        cuts.append(Cut(slice(first_token, end_of_tokens), slice(first_sequence, end_of_sequences), layout))
+        first_token = end_of_tokens
+        first_sequence = end_of_sequences
     ends = list(accumulate(num_micro_batches))
     return tuple(tuple(cuts[end - number : end]) for end, number in zip(ends, num_micro_batches, strict=True))

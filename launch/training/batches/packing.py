@@ -26,25 +26,47 @@ class Packing:
 
 
 def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -> Packing:
-    """Micro-batches of ``rank``; ``ranks`` holds the token counts of each data-parallel rank and mini-batch."""
+    """Return the micro-batches of ``rank``: sequences joined to at most ``--rl-sequence-packing-bin-size`` tokens.
+
+    Args:
+        ranks: for each data-parallel rank, and each of its mini-batches, the token counts of the sequences.
+        rank: a data-parallel rank.
+        config: settings of the run.
+    """
     capacity = config.training.rl_sequence_packing_bin_size
-    # As many micro-batches as the fullest rank needs, rounded up.
-    most = [max(_fewest_bins(counts, capacity) for counts in each) for each in zip(*ranks, strict=True)]
     unit = config.parallel.micro_batch_unit
-    numbers = [math.ceil(number / unit) * unit for number in most]
-    # The fullest bin never grows with the number of bins.
-    bins = [[balance(counts, number) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
-    widths = [_width(some, one, config.parallel.packing_unit) for some, one in zip(bins, ranks, strict=True)]
-    return Packing(bins[rank], numbers, widths[rank], sum(widths))
+    # All ranks make equally many micro-batches of a mini-batch: as many as the rank that needs most, rounded up.
+    num_micro_batches = []
+    for counts_of_ranks in zip(*ranks, strict=True):
+        most_needed = max(_fewest_bins(counts, capacity) for counts in counts_of_ranks)
+        num_micro_batches.append(math.ceil(most_needed / unit) * unit)
+
+    bins_of_ranks = []
+    widths = []
+    for counts_of_mini_batches in ranks:
+        # A rank may get more bins than it needs. They also stay within the capacity: with more bins, the fullest never
+        # grows.
+        bins = [
+            balance(counts, num_bins)
+            for counts, num_bins in zip(counts_of_mini_batches, num_micro_batches, strict=True)
+        ]
+        bins_of_ranks.append(bins)
+        widths.append(_width(bins, counts_of_mini_batches, config.parallel.packing_unit))
+    return Packing(
+        bins=bins_of_ranks[rank],
+        num_micro_batches=num_micro_batches,
+        width=widths[rank],
+        width_of_ranks=sum(widths),
+    )
 
 
-def balance(counts: TokenCounts, number: int) -> Bins:
-    """Distribute the indices of counts above 0 to ``number`` bins: the largest first, each into the emptiest bin.
+def balance(counts: TokenCounts, num_bins: int) -> Bins:
+    """Distribute the indices of counts above 0 to ``num_bins`` bins: the largest first, each into the emptiest bin.
 
     Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT): the fullest bin has at most 4/3 of the optimum.
     """
-    bins: Bins = [[] for _ in range(number)]
-    heap = [(0, index) for index in range(number)]
+    bins: Bins = [[] for _ in range(num_bins)]
+    heap = [(0, index) for index in range(num_bins)]
     for item in sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i]):
         filled, index = heapq.heappop(heap)
         bins[index].append(item)
@@ -53,17 +75,20 @@ def balance(counts: TokenCounts, number: int) -> Bins:
 
 
 def _fewest_bins(counts: TokenCounts, capacity: int) -> int:
-    number = max(1, math.ceil(sum(counts) / capacity))
-    while _fullest(balance(counts, number), counts) > capacity:
-        number += 1
-    return number
+    """Return the fewest bins of which :func:`balance` fills none with more than ``capacity`` tokens."""
+    num_bins = max(1, math.ceil(sum(counts) / capacity))
+    while _fullest(balance(counts, num_bins), counts) > capacity:
+        num_bins += 1
+    return num_bins
 
 
 def _fullest(bins: Bins, counts: TokenCounts) -> int:
-    return max(sum(counts[item] for item in one) for one in bins)
+    return max(sum(counts[sequence] for sequence in sequences) for sequences in bins)
 
 
 def _width(bins: Sequence[Bins], counts: Sequence[TokenCounts], unit: int) -> int:
     """Width of a rank's micro-batches: the tokens of its fullest one, rounded up to a multiple of ``unit``."""
-    fullest = max(_fullest(some, each) for some, each in zip(bins, counts, strict=True))
+    fullest = max(
+        _fullest(bins_of_batch, counts_of_batch) for bins_of_batch, counts_of_batch in zip(bins, counts, strict=True)
+    )
     return max(1, math.ceil(fullest / unit)) * unit

@@ -22,8 +22,11 @@ class RewardScaler:
     """
 
     def __init__(self, wanted: AdvantageSection, dp: Group | None) -> None:
-        self.wanted, self.dp = wanted, dp
-        self.count = self.mean = self.squares = 0.0
+        self.wanted = wanted
+        self.dp = dp
+        self.count = 0.0
+        self.mean = 0.0
+        self.squares = 0.0
 
     def __call__(self, rewards: Tensor, kept: Tensor) -> Tensor:
         """Add the ``kept`` rewards to the statistics; return all rewards [n] scaled and clipped."""
@@ -32,7 +35,7 @@ class RewardScaler:
         return self.scaled(rewards)
 
     def scaled(self, rewards: Tensor) -> Tensor:
-        """[n], rewards scaled and clipped by the statistics so far, without adding them."""
+        """Return rewards, [n], scaled and clipped by the statistics so far, without adding them."""
         if self.wanted.reward_scaling != "none":
             mean = self.mean if self.wanted.reward_scaling == "mean-std" else 0.0
             # Equal float32 rewards have an exact float64 mean, so they become exactly 0.
@@ -77,7 +80,8 @@ class RewardScaler:
             return
         mean = total / number
         squares = float(all_reduce_sum(torch.where(kept, exact - mean, 0).square().sum(), self.dp))
-        count, away = self.count + number, mean - self.mean
-        self.squares += squares + away**2 * self.count * number / count
-        self.mean += away * number / count
+        count = self.count + number
+        shift = mean - self.mean
+        self.squares += squares + shift**2 * self.count * number / count
+        self.mean += shift * number / count
         self.count = count

@@ -23,23 +23,29 @@ class RolloutSummary(NamedTuple):
 
 def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> RolloutSummary:
     """Summarize rewards and lengths, and the tokens' age at ``version``. Collectives: one MAX and one SUM over DP."""
-    rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
+    rewards = batch.rewards.double()
+    lengths = batch.response_mask.sum(dim=1).double()
     stopped = (batch.finish_reasons == 0).double()
-    ones = (~dropped(batch)).double()
+    is_kept = (~dropped(batch)).double()
     ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
-    ends = [torch.where(ones > 0, value, -torch.inf).max() for value in (rewards, -rewards, lengths, -lengths)]
-    highest, lowest, longest, shortest, oldest = all_reduce_max(torch.stack([*ends, ages.max()]), groups.dp).tolist()
-    scales = _scale(max(highest, lowest)), _scale(longest)
+    extremes = [torch.where(is_kept > 0, value, -torch.inf).max() for value in (rewards, -rewards, lengths, -lengths)]
+    largest = all_reduce_max(torch.stack([*extremes, ages.max()]), groups.dp).tolist()
+    highest, minus_lowest, longest, minus_shortest, oldest = largest
+    scale_of_rewards = _scale(max(highest, minus_lowest))
+    scale_of_lengths = _scale(longest)
     turns = (batch.turn_ids.amax(dim=1) + 1).double()
-    columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, turns, ages.sum(dim=1)])
-    bins = [bins_of(values * scale, ones[None])[0] for values, scale in zip((rewards, lengths), scales, strict=True)]
-    sums = all_reduce_sum(torch.cat([columns.sum(dim=1), *bins]), groups.dp).tolist()
+    columns = torch.stack(
+        [is_kept, is_kept * rewards, is_kept * rewards.square(), lengths, stopped, turns, ages.sum(dim=1)]
+    )
+    bins_of_rewards = bins_of(rewards * scale_of_rewards, is_kept[None])[0]
+    bins_of_lengths = bins_of(lengths * scale_of_lengths, is_kept[None])[0]
+    sums = all_reduce_sum(torch.cat([columns.sum(dim=1), bins_of_rewards, bins_of_lengths]), groups.dp).tolist()
     count, reward, squared, tokens, stops, turn, age = sums[:7]
     metrics = {
         "reward/mean": reward / count,
         "reward/std": max(squared / count - (reward / count) ** 2, 0.0) ** 0.5,
         "reward/max": highest,
-        "reward/min": -lowest,
+        "reward/min": -minus_lowest,
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,
@@ -47,13 +53,20 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     }
     if version is not None:
         metrics |= {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
-    of_rewards, of_lengths = Histogram(sums[7 : 7 + NUM_BINS]), Histogram(sums[7 + NUM_BINS :])
-    # One bin per length, or fewer if there are many lengths.
-    ends_of_lengths, most = (-shortest - 0.5, longest + 0.5), int(longest + shortest) + 1
+    of_rewards = Histogram(sums[7 : 7 + NUM_BINS])
+    of_lengths = Histogram(sums[7 + NUM_BINS :])
+    shortest = -minus_shortest
     distributions = {
-        "reward/rewards": even_bins(-lowest, highest, count, lambda value: of_rewards.below(value * scales[0])),
+        "reward/rewards": even_bins(
+            -minus_lowest, highest, count, lambda reward: of_rewards.below(reward * scale_of_rewards)
+        ),
+        # One bin per length, or fewer if there are many lengths.
         "rollout/response_lengths": even_bins(
-            *ends_of_lengths, count, lambda length: of_lengths.below(length * scales[1]), most=most
+            shortest - 0.5,
+            longest + 0.5,
+            count,
+            lambda length: of_lengths.below(length * scale_of_lengths),
+            most=int(longest - shortest) + 1,
         ),
     }
     return RolloutSummary(metrics, distributions)

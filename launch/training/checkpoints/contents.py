@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.reward_scaling import RewardScaler
-from megatron_rc.launch.training.checkpoints.host_weights import Reference, SamplingWeights
-from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
-from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.host_weights import HostWeights, Reference, SamplingWeights
+from megatron_rc.launch.training.checkpoints.optimizers import load_optimizer_and_schedule, optimizer_state
+from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checks.step_checks import LeftOut
 from megatron_rc.launch.training.models.trained_model import TrainedModel
 
-POLICY, CRITIC = "model", "critic"
+PROGRESS = "progress.json"  # file with the counters of the run
+POLICY = "model"
+CRITIC = "critic"
 _OPTIMIZERS = {POLICY: "optimizer", CRITIC: "critic_optimizer"}
 _SCHEDULES = {POLICY: "opt_param_scheduler", CRITIC: "critic_opt_param_scheduler"}
-OPTIMIZERS = frozenset(_OPTIMIZERS.values())
-# The flags of a critic, by the policy's.
-_FLAGS = {
-    POLICY: dict[str, str](),
-    CRITIC: {name: f"critic_{name}" for name in ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style")},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,39 +42,67 @@ class Kept:
         if self.critic is not None:
             yield CRITIC, self.critic
 
-    def state(self, iteration: int, *, with_optimizer: bool) -> dict[str, Any]:
-        """Return the sharded state to save after these optimizer steps."""
-        state: dict[str, Any] = {"iteration": iteration}
-        state |= self.sampling.state() | self.rewards.state() | self.left_out.state()
-        if self.reference is not None:
-            state |= self.reference.state()
+    def copies(self) -> Iterator[HostWeights]:
+        """Yield the copies of the policy's weights that are set."""
+        for copy in (self.reference, self.sampling):
+            if copy is not None and copy.version >= 0:
+                yield copy
+
+    def state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        """Return Megatron's sharded state to save."""
+        state: dict[str, Any] = {}
+        for copy in self.copies():
+            state |= copy.sharded_state()
         for name, trained in self.trained():
             state |= trained_state(trained, name, with_optimizer=with_optimizer)
         return state
 
-    def wanted_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Return the sharded state to load, without the weights of rollouts under way."""
-        state = self.reference.wanted_state() if self.reference is not None else {}
+    def progress(self, iteration: int) -> dict[str, Any]:
+        """Return the run's counters after these optimizer steps, equal on all ranks, as JSON values."""
+        versions = {f"{copy.name}_version": copy.version for copy in self.copies()}
+        return {"iteration": iteration} | versions | self.rewards.state() | self.left_out.state()
+
+    def wanted_state(self, *, with_optimizer: bool, with_sampling: bool) -> dict[str, Any]:
+        """Return the sharded state to load; ``with_sampling``: with the weights of rollouts under way."""
+        state = self.reference.sharded_state() if self.reference is not None else {}
+        if with_sampling:
+            state |= self.sampling.sharded_state()
         for name, trained in self.trained():
             state |= trained_state(trained, name, with_optimizer=with_optimizer, is_loading=True)
         return state
 
-    def load_models(self, where: str, config: RunConfig, loaded: dict[str, Any], iteration: int) -> None:
-        """Take the models; with ``--no-load-optim`` the schedules go to optimizer step ``iteration``.
+    def load(self, config: RunConfig, loaded: dict[str, Any], folder: Path, *, with_sampling: bool) -> int:
+        """Take everything from a loaded state and from the files beside it.
 
-        Raises AgreedError if the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.
+        With ``--no-load-optim`` the schedules go to the checkpoint's step.
+
+        Returns:
+            The number of optimizer steps so far.
+
+        Raises:
+            ValueError: the flags' learning rate, or another number of the schedule, is not the checkpoint's.
         """
+        # An older checkpoint has these values among Megatron's.
+        progress = loaded
+        if (folder / PROGRESS).is_file():
+            progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        iteration = int(progress["iteration"])
         if self.reference is not None:
-            self.reference.load(loaded)
+            self.reference.load(loaded, version=int(progress[f"{self.reference.name}_version"]))
+        if with_sampling:
+            self.sampling.load(loaded, version=int(progress[f"{self.sampling.name}_version"]))
         for name, trained in self.trained():
             load_model(trained.model, loaded, name)
-            if not config.checkpoints.no_load_optim:
-                state = {"optimizer": loaded[_OPTIMIZERS[name]], "opt_param_scheduler": loaded[_SCHEDULES[name]]}
-                check_schedule(where, config, trained, state, _FLAGS[name])
-                load_optimizer_and_schedule(config, trained, state)
-            else:
+            if config.checkpoints.no_load_optim:
                 trained.optimizer.reload_model_params()
                 trained.scheduler.step(increment=iteration)
+            else:
+                load_optimizer_and_schedule(config, trained, loaded[_OPTIMIZERS[name]], loaded[_SCHEDULES[name]])
+        self.rewards.load(progress)
+        self.left_out.load(progress)
+        if self.open_rollouts is not None:
+            self.open_rollouts.load(folder)
+        return iteration
 
 
 def trained_state(

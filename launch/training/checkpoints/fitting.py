@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron_rc.launch.checkpoint_folders import iteration_folder
 from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.checkpoints.contents import Kept
-from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.saved_settings import settings_beside
 
 _log = logging.getLogger("megatron_rc")
 
-# Sections that shape the model.
+# Sections that shape the model, with the flag that makes an optional one.
 _SHAPE = {"transformer": "", "latent": "--multi-latent-attention", "experts": "--num-experts", "model": ""}
 # Fields of these sections that the shapes of weights do not show, or not always.
 FUNCTION = frozenset(
@@ -26,76 +26,95 @@ FUNCTION = frozenset(
     "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim qk_head_dim qk_pos_emb_head_dim "
     "v_head_dim vocab_size".split()
 )
+# Numbers that the optimizer takes from the checkpoint, and that its schedule does not compare.
+_OPTIMIZER_NUMBERS = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 
 
-def misfit(where: str, reader: CheckpointReader, config: RunConfig, kept: Kept) -> str | None:
-    """Return a sentence about a part of the checkpoint that is missing or has another form; None: all parts fit.
+def misfit(folder: Path, names: Iterable[str], config: RunConfig, kept: Kept) -> str | None:
+    """Return what a checkpoint lacks or has in another form, with the remedy; None: all parts fit.
 
-    ``where`` names folder and checkpoint in the sentence.
+    Args:
+        folder: folder of the checkpoint.
+        names: names of its entries.
+        config: settings of this run.
+        kept: parts of this run.
+
+    Returns:
+        The end of a sentence that begins with "checkpoint 40 was written".
     """
-    names, folder = list(reader.index.state_dict_metadata), reader.folder
-    problem = _reference_misfit(where, folder, names, config) if kept.reference is not None else None
-    if problem is None and kept.critic is not None and not _has(names, "critic."):
-        problem = (
-            f"{where} was written without a critic: give another --advantage-estimator than gae, or --finetune, which "
-            "starts one from its weights"
-        )
-    if problem is not None or config.checkpoints.no_load_optim:
-        return problem
-    if "opt_param_scheduler" not in reader.common():
-        return f"{where} was written without the optimizer's state (--no-save-optim): give --no-load-optim"
-    return _optimizer_misfit(where, names, config) or _experts_misfit(where, folder, config)
-
-
-def _has(names: Iterable[str], prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in names)
-
-
-def _reference_misfit(where: str, folder: Path, names: Iterable[str], config: RunConfig) -> str | None:
-    if not _has(names, "reference."):
-        return (
-            f"{where} was written without a reference policy: give --grpo-kl-beta 0, or --finetune, which takes its "
-            "weights as the reference"
-        )
-    before = settings_beside(folder).get("reference") or {}
-    for name in ("ref_load", "ref_load_hf"):
-        now, its = getattr(config.reference, name), before.get(name)
-        if now != its and now is not None:
-            began = f"{flag(name)} {its}" if its else "another reference policy"
+    settings = settings_beside(folder)
+    first_words = {name.partition(".")[0] for name in names}
+    if kept.reference is not None:
+        if "reference" not in first_words:
             return (
-                f"{where} was written with {began}, and has that policy still: {flag(name)} {now} would do nothing; "
-                "drop it, or give --finetune"
+                "without a reference policy: give --grpo-kl-beta 0, or --finetune, which takes its weights as the "
+                "reference"
+            )
+        problem = _reference_misfit(config, settings)
+        if problem is not None:
+            return problem
+    if kept.critic is not None and "critic" not in first_words:
+        return (
+            "without a critic: give another --advantage-estimator than gae, or --finetune, which starts one from its "
+            "weights"
+        )
+    if config.checkpoints.no_load_optim:
+        return None
+    return _optimizer_misfit(config, settings)
+
+
+def _reference_misfit(config: RunConfig, settings: dict[str, Any]) -> str | None:
+    """Name a flag for the reference policy that would do nothing, since the checkpoint holds another one."""
+    saved = settings.get("reference") or {}
+    for name in ("ref_load", "ref_load_hf"):
+        value = getattr(config.reference, name)
+        saved_value = saved.get(name)
+        if value is not None and value != saved_value:
+            origin = f"{flag(name)} {saved_value}" if saved_value else "another reference policy"
+            return (
+                f"with {origin}, and has that policy still: {flag(name)} {value} would do nothing; drop it, or give "
+                "--finetune"
             )
     return None
 
 
-def _optimizer_misfit(where: str, names: Iterable[str], config: RunConfig) -> str | None:
-    wants = config.optimizer
-    is_adam = _has(names, "optimizer.state.exp_avg.")
-    if is_adam != (wants.optimizer == "adam"):
-        written = "adam" if is_adam else "sgd"
-        return f"{where} was written with --optimizer {written}: give that, or --no-load-optim"
-    is_distributed = _has(names, "optimizer.state.param.")
-    if is_distributed != wants.use_distributed_optimizer:
-        written, now = ("with", "give it") if is_distributed else ("without", "drop it")
+def _optimizer_misfit(config: RunConfig, settings: dict[str, Any]) -> str | None:
+    """Compare the optimizer with that of the saved settings: its kind, the form of its state, and its numbers."""
+    saved = settings.get("optimizer") or {}
+    if (settings.get("checkpoints") or {}).get("no_save_optim"):
+        return "without the optimizer's state (--no-save-optim): give --no-load-optim"
+    if saved.get("optimizer", config.optimizer.optimizer) != config.optimizer.optimizer:
+        return f"with --optimizer {saved['optimizer']}: give that, or --no-load-optim"
+    is_distributed = config.optimizer.use_distributed_optimizer
+    if saved.get("use_distributed_optimizer", is_distributed) != is_distributed:
+        how = "without" if is_distributed else "with"
+        remedy = "drop it" if is_distributed else "give it"
         return (
-            f"{where} was written {written} --use-distributed-optimizer, which keeps the optimizer's state in another "
-            f"form: {now}, or give --no-load-optim"
+            f"{how} --use-distributed-optimizer, which keeps the optimizer's state in another form: {remedy}, or give "
+            "--no-load-optim"
         )
-    return None
-
-
-def _experts_misfit(where: str, folder: Path, config: RunConfig) -> str | None:
-    """Refuse a change between spread and unspread experts: Megatron gives spread experts another optimizer."""
-    before = (settings_beside(folder).get("parallel") or {}).get("expert_model_parallel_size")
-    now = config.parallel.expert_model_parallel_size
-    if config.experts is None or before is None or (before == 1) == (now == 1):
+    if config.experts is not None:
+        size = config.parallel.expert_model_parallel_size
+        saved_size = (settings.get("parallel") or {}).get("expert_model_parallel_size", size)
+        # Megatron gives experts that are spread over ranks an optimizer of their own.
+        if (saved_size == 1) != (size == 1):
+            other = "--expert-model-parallel-size 1" if saved_size == 1 else "an --expert-model-parallel-size above 1"
+            return (
+                f"with --expert-model-parallel-size {saved_size}, whose optimizer's state does not fit {size}: give "
+                f"{other}, or --no-load-optim"
+            )
+    files = config.checkpoints
+    if files.override_opt_param_scheduler or files.use_checkpoint_opt_param_scheduler:
         return None
-    other = "--expert-model-parallel-size 1" if before == 1 else "an --expert-model-parallel-size above 1"
-    return (
-        f"{where} was written with --expert-model-parallel-size {before}, whose optimizer's state does not fit "
-        f"{now}: give {other}, or --no-load-optim"
-    )
+    for name in _OPTIMIZER_NUMBERS:
+        value = getattr(config.optimizer, name)
+        if saved.get(name, value) != value:
+            return (
+                f"with {flag(name)} {saved[name]}, this run has {value}: give the same, or "
+                "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to "
+                "keep the checkpoint's"
+            )
+    return None
 
 
 def differences(config: RunConfig, folder: Path, among: Collection[str] | None = None) -> str:
@@ -103,21 +122,27 @@ def differences(config: RunConfig, folder: Path, among: Collection[str] | None =
 
     ``among``: fields to compare; None: all fields that shape the model.
     """
-    kept = settings_beside(folder)
-    if not kept:
+    settings = settings_beside(folder)
+    if not settings:
         return ""
-    for name, kind, _ in sections_of(RunConfig):
-        section, before = getattr(config, name), kept.get(name)
-        if name not in _SHAPE or (section is None and before is None):
+    for section_name, kind, _ in sections_of(RunConfig):
+        section = getattr(config, section_name)
+        saved = settings.get(section_name)
+        if section_name not in _SHAPE or (section is None and saved is None):
             continue
-        if section is None or not isinstance(before, dict):
-            return f"it was written {'without' if before is None else 'with'} {_SHAPE[name]}"
+        if section is None or not isinstance(saved, dict):
+            return f"it was written {'without' if saved is None else 'with'} {_SHAPE[section_name]}"
         for option in options_of(kind):
-            mine, its = getattr(section, option.field), before.get(option.field)
-            if option.field in before and mine != its and (among is None or option.field in among):
-                shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in (mine, its)]
-                return f"{flag(option.flag)} {shown[0]}; it was written with {shown[1]}"
+            value = getattr(section, option.field)
+            is_compared = among is None or option.field in among
+            if is_compared and option.field in saved and saved[option.field] != value:
+                return f"{flag(option.flag)} {_typed(value)}; it was written with {_typed(saved[option.field])}"
     return ""
+
+
+def _typed(value: Any) -> str:
+    """Return a value as a launch file has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def warn_of_other_data(config: RunConfig, iteration: int) -> None:

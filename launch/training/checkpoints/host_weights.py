@@ -36,18 +36,14 @@ class HostWeights:
         for own, chunk in zip(self.chunks, chunks, strict=True):
             own.load_state_dict(chunk.state_dict())
 
-    def state(self) -> dict[str, Any]:
-        """Return the state to save; empty before the first copy."""
-        return self.wanted_state() | {f"{self.name}_version": self.version} if self.version >= 0 else {}
-
-    def wanted_state(self) -> dict[str, Any]:
-        """Return the sharded state to load."""
+    def sharded_state(self) -> dict[str, Any]:
+        """Return the sharded state to save or to load."""
         return model_state(self.chunks, self.name)
 
-    def load(self, loaded: dict[str, Any]) -> None:
-        """Take the copy from a loaded state."""
+    def load(self, loaded: dict[str, Any], *, version: int) -> None:
+        """Take the copy from a loaded state, and the number of steps that made it."""
         load_model(self.chunks, loaded, self.name)
-        self.version = int(loaded[f"{self.name}_version"])
+        self.version = version
 
 
 class Reference(HostWeights):

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
-from megatron_rc.launch.distributed import agree, failing_together
+from megatron_rc.launch.checkpoint_folders import TRACKER
+from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints.contents import OPTIMIZERS, Kept
+from megatron_rc.launch.training.checkpoints.contents import Kept
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
-from megatron_rc.launch.training.checkpoints.pieces import reason_of
-from megatron_rc.launch.training.checkpoints.reader import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
-from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
+from megatron_rc.launch.training.checkpoints.strategy import reason_of
+from megatron_rc.launch.training.checkpoints.unpickling import check_pickles
 from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.weights.contents import check_contents
 from megatron_rc.launch.weights.converter import load_model as load_from_directory
 from megatron_rc.parallel import ParallelGroups
-
-# Megatron and PyTorch raise errors of many kinds for unexpected files or an unexpected model.
-_UNREADABLE = (Exception, CheckpointException)
 
 
 def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> Path:
@@ -36,26 +33,24 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
         The checkpoint's folder.
 
     Raises:
-        ValueError, AgreedError: as in :func:`load_checkpoint`.
+        ValueError: as in :func:`load_checkpoint`.
     """
-    where, folder = _place(load, config, name, find_checkpoint(load, config, name))
-    with _failing_together(where, folder, config):
-        reader = CheckpointReader(folder)
-    loaded = _read(where, reader, config, model_state(chunks))
-    with _failing_together(where, folder, config):
-        load_model(chunks, loaded)
+    number, folder = _existing_checkpoint(load, config, name)
+    where = f"{name} {load}: checkpoint {number}"
+    _checked_index(where, folder, config)
+    load_model(chunks, _read(where, folder, config, model_state(chunks)))
     return folder
 
 
 def start_from(
     folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[ModelChunk]
 ) -> None:
-    """Load these chunks' weights from a Hugging Face directory; AgreedError on every rank if it does not fit."""
-    with failing_together(config, (ValueError,), lambda problem: f"{flag}: {problem}"):
+    """Load these chunks' weights from a Hugging Face directory; ValueError if it does not fit."""
+    try:
         check_contents(folder, flag, config, groups)
-    # A bridge makes collectives, so that every rank has to know of the first rank's error before it loads.
-    with failing_together(config, (ValueError,), lambda problem: f"{flag}: {problem}"):
         load_from_directory(chunks, config, groups, folder)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
 
 
 def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[ModelChunk]], object] | None:
@@ -68,30 +63,6 @@ def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Seq
     return None
 
 
-def _place(load: str, config: RunConfig, name: str, found: int | None) -> tuple[str, Path]:
-    """Return how messages name the checkpoint ``found``, and its folder.
-
-    Raises:
-        ValueError, AgreedError: on every rank: nothing was found, or another architecture, also with equal shapes.
-    """
-    if found is None:
-        raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
-    where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
-    other = differences(config, folder, FUNCTION)
-    said = f"{where} is of another architecture than the policy ({other}): give the same, or name another folder"
-    agree(config, said if other else None)
-    return where, folder
-
-
-def _read(where: str, reader: CheckpointReader, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """Read a sharded state; refuse entries of a model that nobody asked for."""
-    asked = {name: set(part) for name, part in state.items() if name not in OPTIMIZERS}
-    with _failing_together(where, reader.folder, config):
-        loaded = reader.state(state)
-    agree(config, _unasked(where, asked, loaded))
-    return loaded
-
-
 def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> tuple[int, Path | None]:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
@@ -100,54 +71,67 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> tuple[int, Path
         ``--load`` equals ``--save`` and is empty.
 
     Raises:
-        ValueError, AgreedError: on every rank: there is no checkpoint, it is damaged, or it does not fit this model.
+        ValueError: there is no checkpoint, it is damaged or hostile, or it does not fit this model and its flags.
+
+    Collectives: those of :func:`find_checkpoint` and of Megatron's ``dist_checkpointing.load``.
     """
-    files = config.checkpoints
-    if files.finetune:
+    if config.checkpoints.finetune:
         source = read_weights(load, config, "--load", kept.policy.chunks)
         kept.policy.optimizer.reload_model_params()
         if kept.reference is not None:
             kept.reference.start_from(kept.policy.chunks)
         return 0, source
     found = find_checkpoint(load, config)
-    if found is None and files.is_save(load):
+    if found is None:
         return 0, None
-    where, folder = _place(load, config, "--load", found)
-    with _failing_together(where, folder, config):
-        reader = CheckpointReader(folder)
-        problem = misfit(where, reader, config, kept)
-    agree(config, problem)
-    state = kept.wanted_state(with_optimizer=not files.no_load_optim)
-    with_sampling = kept.sampling.are_among(reader.index.state_dict_metadata)
-    if with_sampling:
-        state |= kept.sampling.wanted_state()
-    loaded = _read(where, reader, config, state)
-    with _failing_together(where, folder, config):
-        iteration = int(loaded["iteration"])
-        kept.load_models(where, config, loaded, iteration)
-        if with_sampling:
-            kept.sampling.load(loaded)
-        kept.rewards.load(loaded)
-        kept.left_out.load(loaded)
-        if kept.open_rollouts is not None:
-            kept.open_rollouts.load(folder)
+    number, folder = found
+    where = f"--load {load}: checkpoint {number}"
+    index = _checked_index(where, folder, config)
+    names = list(index.state_dict_metadata)
+    problem = misfit(folder, names, config, kept)
+    if problem is not None:
+        raise ValueError(f"{where} was written {problem}")
+    with_sampling = kept.sampling.are_among(names)
+    with_optimizer = not config.checkpoints.no_load_optim
+    wanted = kept.wanted_state(with_optimizer=with_optimizer, with_sampling=with_sampling)
+    loaded = _read(where, folder, config, wanted)
+    try:
+        iteration = kept.load(config, loaded, folder, with_sampling=with_sampling)
+    except Exception as error:  # Megatron and PyTorch raise errors of many kinds for unexpected values
+        raise ValueError(f"{where}: {one_line(error)}") from error
     return iteration, folder
 
 
-def _failing_together(where: str, folder: Path, config: RunConfig) -> AbstractContextManager[None]:
-    """Turn an error of reading, on any rank, into one error on all ranks."""
-
-    def in_words(error: BaseException) -> str:
-        if isinstance(error, UnsafeFileError):
-            return f"{where}: {error}"
-        return f"{where} does not fit this model and its flags ({differences(config, folder) or reason_of(error)})"
-
-    return failing_together(config, _UNREADABLE, in_words)
+def _existing_checkpoint(load: str, config: RunConfig, name: str) -> tuple[int, Path]:
+    found = find_checkpoint(load, config, name)
+    if found is None:
+        raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    return found
 
 
-def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> str | None:
-    """Name an entry that the shared values add to a model: a layer might unpickle it."""
-    more = [f"{name}.{key}" for name, keys in asked.items() for key in sorted(loaded[name].keys() - keys)]
-    if not more:
-        return None
-    return f"{where} holds {more[0]}, which has no place in a checkpoint of this model: nothing of it was run"
+def _checked_index(where: str, folder: Path, config: RunConfig) -> Metadata:
+    """Return PyTorch's index after a look through all pickles of the folder.
+
+    Raises:
+        ValueError: a pickle names code, or the model is of another architecture, also with equal shapes.
+    """
+    try:
+        index = check_pickles(folder)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    difference = differences(config, folder, FUNCTION)
+    if difference:
+        raise ValueError(
+            f"{where} is of another architecture than the policy ({difference}): give the same, or name another folder"
+        )
+    return index
+
+
+def _read(where: str, folder: Path, config: RunConfig, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the wanted state with values; its tensors are written into the memory of ``wanted``."""
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except (Exception, CheckpointException) as error:  # errors of many kinds; CheckpointException is no Exception
+        reason = differences(config, folder) or reason_of(error)
+        raise ValueError(f"{where} does not fit this model and its flags ({reason})") from error
+    return loaded

@@ -1,30 +1,28 @@
-"""Safe reading of pickles: a checkpoint's files run no code.
+"""A look through all pickles of a checkpoint before Megatron reads them: its files run no code.
 
 PyTorch's distributed format keeps its index (``.metadata``) and every entry that is no tensor as pickles, and a pickle
-can call any function that it names. The index is read by an unpickler that knows the classes of an index alone, all
-other entries by PyTorch's ``weights_only``.
+can call any function that it names. Tensors themselves are read by PyTorch's ``weights_only``.
 """
 
 from __future__ import annotations
 
 import enum
 import io
-import logging
 import pickle
 import re
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, BinaryIO, ClassVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rc.launch.errors import one_line
 
-ENTRY = "an entry of a .distcp file"
+COMMON_FILE = "common.pt"  # values that all ranks share; since Megatron 0.19 an entry of a .distcp file
 _CHECKPOINT = "torch.distributed.checkpoint"
 # The classes of PyTorch's index, and of the plans that older versions of Megatron add to it, by their modules.
-_ALLOWED = {
+_OF_INDEX = {
     f"{_CHECKPOINT}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
     "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     f"{_CHECKPOINT}.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
@@ -33,8 +31,17 @@ _ALLOWED = {
     "collections": "OrderedDict",
     "torch": "Size",
 }
+# The names of tensors and plain values in the files of ``torch.save``; storages are no names there.
+_OF_ENTRIES = {
+    "torch._utils": "_rebuild_tensor_v2",
+    "torch": "Size device",
+    "collections": "OrderedDict",
+    "_io": "BytesIO",
+    "_codecs": "encode",
+    "builtins": "bytearray set",
+    "__builtin__": "bytearray set",
+}
 _KINDS = (torch.dtype, torch.layout, torch.memory_format)
-_log = logging.getLogger("megatron_rc")
 
 # Python's own unpickler: each operation of a pickle is a method, which can be replaced. The one in C has no methods.
 _PythonUnpickler: Any = pickle._Unpickler
@@ -44,6 +51,53 @@ class UnsafeFileError(ValueError):
     """A checkpoint's file that is damaged, or that names code."""
 
 
+def check_pickles(folder: Path) -> Metadata:
+    """Look through every pickle of a checkpoint's folder, and return PyTorch's index.
+
+    Each pickle is read twice: by an unpickler that also sees changes of classes, and by the parser in C that Megatron's
+    reading uses, which might understand other bytes. Both know the classes of a checkpoint alone.
+
+    Raises:
+        UnsafeFileError: a pickle names code or a file elsewhere, or cannot be read.
+    """
+    index = read_index(folder / ".metadata")
+    if (folder / COMMON_FILE).is_file():
+        _check_saved((folder / COMMON_FILE).read_bytes(), COMMON_FILE)
+    for key, stored in index.storage_data.items():
+        # PyTorch reads an entry as a pickle if the index calls it bytes, and else by ``weights_only``.
+        if not isinstance(index.state_dict_metadata.get(key.fqn), BytesStorageMetadata):
+            continue
+        try:
+            with (folder / stored.relative_path).open("rb") as file:
+                file.seek(stored.offset)
+                content = file.read(stored.length)
+        except OSError as error:
+            raise UnsafeFileError(f"{stored.relative_path} cannot be read ({error.strerror})") from error
+        _check_saved(content, f"{stored.relative_path} ({key.fqn})")
+    return index
+
+
+def read_index(path: Path) -> Metadata:
+    """Read PyTorch's index of a checkpoint.
+
+    Raises:
+        UnsafeFileError: the file cannot be read, is no index, or names files elsewhere.
+    """
+    try:
+        content = path.read_bytes()
+        index: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        _IndexUnpicklerInC(io.BytesIO(content)).load()
+        _check_index(index)
+    except FileNotFoundError as error:
+        raise UnsafeFileError(f"{path.name} is missing") from error
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{path.name} {error}") from error
+    except Exception as error:  # a damaged pickle may call allowed classes with arbitrary arguments
+        reason = f"{type(error).__name__}: {one_line(error, most=160)}"
+        raise UnsafeFileError(f"{path.name} cannot be read ({reason})") from error
+    return index
+
+
 class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Unpickler that knows the classes of PyTorch's index and dtypes, and changes no class."""
 
@@ -51,17 +105,7 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class if an index can contain it."""
-        if name in _ALLOWED.get(module, "").split() or (
-            module == "torch" and isinstance(getattr(torch, name, None), _KINDS)
-        ):
-            return super().find_class(module, name)
-        # A path in its own module: PosixPath moved between Python's versions.
-        if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
-            return _path
-        # Python 3.11.2, which Debian 12 has, writes a member of an enumeration as a call of getattr.
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise UnsafeFileError(f"names {module}.{name}, which has no place in a checkpoint: nothing of it was run")
+        return _class_of_index(module, name)
 
     def load_build(self) -> None:
         """Set the state of an object; refuse a class or an enumeration's member, which others share."""
@@ -73,6 +117,40 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
     dispatch[pickle.BUILD[0]] = load_build
 
 
+class _IndexUnpicklerInC(pickle.Unpickler):
+    """Megatron's unpickler of an index, with the classes of an index alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class if an index can contain it."""
+        return _class_of_index(module, name)
+
+
+class _EntryUnpicklerInC(pickle.Unpickler):
+    """Megatron's unpickler of an entry, with the names of tensors and plain values alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the function or class if an entry can contain it."""
+        if name in _OF_ENTRIES.get(module, "").split() or _is_torch_kind(module, name):
+            return super().find_class(module, name)
+        raise UnsafeFileError(_names(f"{module}.{name}"))
+
+
+def _class_of_index(module: str, name: str) -> Any:
+    if name in _OF_INDEX.get(module, "").split() or _is_torch_kind(module, name):
+        return pickle.Unpickler(io.BytesIO()).find_class(module, name)
+    # A path in its own module: PosixPath moved between Python's versions.
+    if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
+        return _path
+    # Python 3.11.2, which Debian 12 has, writes a member of an enumeration as a call of getattr.
+    if (module, name) == ("builtins", "getattr"):
+        return _member
+    raise UnsafeFileError(_names(f"{module}.{name}"))
+
+
+def _is_torch_kind(module: str, name: str) -> bool:
+    return module == "torch" and isinstance(getattr(torch, name, None), _KINDS)
+
+
 def _path(*parts: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
@@ -80,86 +158,44 @@ def _path(*parts: str) -> PurePosixPath:
 def _member(enumeration: Any, name: Any) -> enum.Enum:
     """Return a member of an enumeration by its name; refuse any other attribute of any other object."""
     if not isinstance(enumeration, enum.EnumMeta) or name not in enumeration.__members__:
-        raise UnsafeFileError("names builtins.getattr, which has no place in a checkpoint: nothing of it was run")
+        raise UnsafeFileError(_names("builtins.getattr"))
     return enumeration[name]
 
 
-def read_index(path: Path) -> Metadata:
-    """Read PyTorch's index of a checkpoint.
+def _names(name: str) -> str:
+    return f"names {name}, which has no place in a checkpoint: nothing of it was run"
+
+
+def _check_saved(content: bytes, name: str) -> None:
+    """Refuse the content of a file or entry of ``torch.save`` that holds more than tensors and plain values.
 
     Raises:
-        UnsafeFileError: the file cannot be read, is no index, or names files elsewhere.
+        UnsafeFileError: ``name`` is damaged, or holds something else.
     """
-    try:
-        with path.open("rb") as file:
-            return _checked_index(_IndexUnpickler(file).load())
-    except FileNotFoundError as error:
-        raise UnsafeFileError(f"{path.name} is missing") from error
-    except UnsafeFileError as error:
-        raise UnsafeFileError(f"{path.name} {error}") from error
-    except OSError as error:
-        raise UnsafeFileError(f"{path.name} cannot be read ({error.strerror})") from error
-    except Exception as error:  # a damaged pickle may call allowed classes with arbitrary arguments
-        reason = f"{type(error).__name__}: {one_line(error, most=160)}"
-        raise UnsafeFileError(f"{path.name} cannot be read ({reason})") from error
-
-
-def load_plain(file: Path | io.BytesIO, name: str) -> Any:
-    """Read tensors and plain values that ``torch.save`` wrote into ``file``, which messages call ``name``.
-
-    Raises:
-        OSError: the file cannot be opened.
-        UnsafeFileError: the content is damaged, or holds something else.
-    """
+    unpickler_in_c = SimpleNamespace(Unpickler=_EntryUnpicklerInC, load=_load_in_c, __name__="pickle")
     try:
         with torch.serialization.safe_globals([io.BytesIO, bytes]):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=False, pickle_module=unpickler_in_c)
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{name} {error}") from error
     except Exception as error:  # damaged archives raise errors of many kinds
-        raise refusal(name, error) from error
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = _names(named[1]) if named else f"cannot be read ({one_line(error, most=160)})"
+        raise UnsafeFileError(f"{name} {reason}") from error
 
 
-def load_entry(content: io.BytesIO) -> Any:
-    """Read an entry that is no tensor, without the states that Transformer Engine's layers would unpickle.
-
-    Such a layer unpickles its state freely. So the layer gets none, and its fp8 scaling starts anew.
-
-    Raises:
-        UnsafeFileError: the content is damaged, or has another form than Megatron's.
-    """
-    value = load_plain(content, ENTRY)
-    if isinstance(value, torch.Tensor):
-        raise UnsafeFileError(f"{ENTRY} is a tensor in the place of a list, which has no place in a checkpoint")
-    return [_without_pickle(one) for one in value] if isinstance(value, list) else value
+def _load_in_c(file: BinaryIO, **options: Any) -> Any:
+    return _EntryUnpicklerInC(file, **options).load()
 
 
-def refusal(name: str, error: BaseException) -> UnsafeFileError:
-    """Return the error of a file that PyTorch refuses, with the name that the file contains, if it contains one."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if found:
-        return UnsafeFileError(f"{name} names {found[1]}, which has no place in a checkpoint: nothing of it was run")
-    return UnsafeFileError(f"{name} cannot be read ({one_line(error, most=160)})")
-
-
-def _without_pickle(value: Any) -> Any:
-    """Return the value, or None for the pickled state of a Transformer Engine layer: bytes, or a tensor of bytes."""
-    is_stream = isinstance(value, io.BytesIO) and bool(value.getbuffer())
-    if not is_stream and not (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel()):
-        return value
-    with suppress(UnsafeFileError):
-        if is_stream and load_plain(value, ENTRY) is None:
-            return None
-    _log.warning("the checkpoint holds fp8 state of Transformer Engine's layers, which is a pickle and is not read")
-    return None
-
-
-def _checked_index(index: Any) -> Metadata:
-    """Return the index if its entries have the right form and lie inside the checkpoint's folder."""
-    entries, names = getattr(index, "storage_data", None), getattr(index, "state_dict_metadata", None)
+def _check_index(index: Any) -> None:
+    """Refuse an index whose entries have another form, or lie outside the checkpoint's folder."""
+    entries = getattr(index, "storage_data", None)
+    names = getattr(index, "state_dict_metadata", None)
     if not isinstance(index, Metadata) or not isinstance(entries, dict) or not isinstance(names, dict):
         raise UnsafeFileError("is no index of a checkpoint")
-    if not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) for name in [*names, *(getattr(key, "fqn", None) for key in entries)]):
         raise UnsafeFileError("is no index of a checkpoint")
     for entry in entries.values():
         name = getattr(entry, "relative_path", None)
@@ -168,4 +204,5 @@ def _checked_index(index: Any) -> Metadata:
             raise UnsafeFileError("is no index of a checkpoint")
         if not name.endswith(".distcp") or set(name) & set("/\\\0"):
             raise UnsafeFileError(f"names {name!r}, which is no file of tensors in the checkpoint's own folder")
-    return index
+        if getattr(entry, "transform_descriptors", None):
+            raise UnsafeFileError(f"has a transformed entry in {name!r}, which cannot be looked through")

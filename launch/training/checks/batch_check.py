@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.agreement import judge, lag_distances, tolerance
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalTokens
@@ -30,8 +30,9 @@ _MOST_NAMED = 8
 class EngineDistance:
     """Mean |log π_train - log π_rollout| of each replica, over tokens that both scored with equal weights.
 
-    Each last-stage rank adds up its own tokens. Every rank gets all sums in an agreement of all ranks, which is made
-    anyway and returns element-wise maxima: each rank fills its own places of a list of zeros.
+    Each last-stage rank adds up its own tokens. Every rank gets all sums in a reduction that is made anyway, and that
+    returns element-wise maxima (:func:`~megatron_rc.launch.distributed.largest_over_ranks`): each rank fills its own
+    places of a list of zeros.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -47,7 +48,8 @@ class EngineDistance:
 
     def add(self, train: Tensor, local: LocalTokens) -> None:
         """Add the tokens of a micro-batch, on the last stage, with the trainer's log-probs. Collectives: none."""
-        train, rollout = train.detach(), local.rollout_log_probs
+        train = train.detach()
+        rollout = local.rollout_log_probs
         usable = local.response_mask & is_log_prob(train) & is_log_prob(rollout)
         distance = torch.where(usable, (train.double() - rollout.double()).abs(), 0).sum()
         pairs = lag_distances(train, rollout, usable, local.positions)
@@ -56,36 +58,39 @@ class EngineDistance:
 
     @property
     def numbers(self) -> list[float]:
-        """This rank's list for an agreement, with zeros in other ranks' places. One host synchronisation."""
-        found = [0.0] * (self._replicas * self._cp * _NUMBERS)
+        """This rank's list for the reduction, with zeros in other ranks' places. One host synchronisation."""
+        numbers = [0.0] * (self._replicas * self._cp * _NUMBERS)
         if self._sums is not None:
-            found[self._place * _NUMBERS : (self._place + 1) * _NUMBERS] = self._sums.tolist()
-        return found
+            numbers[self._place * _NUMBERS : (self._place + 1) * _NUMBERS] = self._sums.tolist()
+        return numbers
 
     def check(self, shared: Sequence[float], step: int) -> dict[str, float]:
         """Compare the replicas that have tokens with the limit, from the lists of all ranks.
 
-        ``rollout/sync_error`` is the largest mean of a replica, absent if none has tokens. Raises AgreedError on every
+        ``rollout/sync_error`` is the largest mean of a replica, absent if none has tokens. Raises RunError on every
         rank if an engine disagrees by more than rounding explains; it names ``step``, the number of optimizer steps
         that made the weights.
         """
         sums = torch.tensor(shared, dtype=torch.float64).view(-1, self._cp, _NUMBERS).sum(dim=1).tolist()
-        means = {replica: one[0] / one[1] for replica, one in enumerate(sums) if one[1] > 0}
+        means = {}
+        for replica, (distance, tokens, *_) in enumerate(sums):
+            if tokens > 0:
+                means[replica] = distance / tokens
         limit = tolerance(self.config)
         far = [replica for replica, mean in means.items() if not mean <= limit]
         if far:
             worst = max(far, key=means.__getitem__)
-            raise AgreedError(self._words(far, means[worst], sums[worst][2:], step, limit))
+            raise RunError(self._words(far, means[worst], sums[worst][2:], step, limit))
         return {"rollout/sync_error": max(means.values())} if means else {}
 
     def _words(self, far: Sequence[int], mean: float, by_lag: Sequence[float], step: int, limit: float) -> str:
         configured = self.config.rollouts.rl_default_temperature
-        shift = [found for found in judge({configured: by_lag}, configured, limit) if found.about == "shift"]
-        hint = "".join(f"; {found.words}" for found in shift if not found.agrees)
+        findings = judge({configured: by_lag}, configured, limit)
+        hints = [f"; {finding.words}" for finding in findings if finding.about == "shift" and not finding.agrees]
         return (
             f"after the weight sync of step {step} the rollout engine and the trainer disagree by "
-            f"{mean:.4f} nats a token{self._named(far)}, up to {limit} is rounding{hint}: does the engine keep "
-            "older weights, or a prefix cache made with them? Compare engine and trainer with "
+            f"{mean:.4f} nats a token{self._named(far)}, up to {limit} is rounding{''.join(hints)}: "
+            "does the engine keep older weights, or a prefix cache made with them? Compare engine and trainer with "
             "python -m megatron_rc.launch.check_engine; raise --rollout-check-tolerance only if the engine rounds more "
             "than --rollout-dtype says"
         )
@@ -95,7 +100,7 @@ class EngineDistance:
         if self._replicas == 1:
             return ""
         urls = (self.config.engine.rollout_url or "").split(",")
-        names = [f"{one} ({urls[one]})" if urls[0] else str(one) for one in far[:_MOST_NAMED]]
+        names = [f"{replica} ({urls[replica]})" if urls[0] else str(replica) for replica in far[:_MOST_NAMED]]
         more = ", ..." if len(far) > _MOST_NAMED else ""
         return f" on {len(far)} of {self._replicas} data-parallel replicas ({', '.join(names)}{more})"
 
@@ -111,8 +116,10 @@ class BatchCheck:
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self._distance = EngineDistance(config, groups)
-        self._is_pending, self._step = False, 0
-        self.is_on = self.is_open = False
+        self._is_pending = False
+        self._step = 0
+        self.is_on = False
+        self.is_open = False
         self.metrics: dict[str, float] = {}
 
     def begin(self, step: int, old: Tensor | None, local: LocalTokens) -> None:
@@ -121,7 +128,9 @@ class BatchCheck:
         ``old`` is log π_old of the local tokens; None before the last stage, and if the loss computes it.
         """
         self._distance.clear()
-        self._is_pending, self._step, self.metrics = self.is_on, step, {}
+        self._is_pending = self.is_on
+        self._step = step
+        self.metrics = {}
         self.is_open = self.is_on and old is None
         if self.is_on and old is not None:
             self.add(old, local)
@@ -134,15 +143,16 @@ class BatchCheck:
 
     @property
     def numbers(self) -> list[float]:
-        """This rank's numbers for the next agreement of all ranks, equally many on each; empty if already shared."""
+        """This rank's numbers for the next reduction over all ranks, equally many on each; empty if already shared."""
         return self._distance.numbers if self._is_pending else []
 
     def hear(self, shared: list[float]) -> None:
         """Judge ``shared``, the largest of each of the ``numbers`` over all ranks. Collectives: none.
 
-        Raises AgreedError on every rank if an engine disagrees by more than rounding explains; it names the replica.
+        Raises RunError on every rank if an engine disagrees by more than rounding explains; it names the replica.
         """
-        found = self._distance.check(shared, self._step) if shared else {}
-        if found:
-            self._is_pending = self.is_open = False
-            self.metrics = found
+        metrics = self._distance.check(shared, self._step) if shared else {}
+        if metrics:
+            self._is_pending = False
+            self.is_open = False
+            self.metrics = metrics

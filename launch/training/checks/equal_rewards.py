@@ -48,7 +48,8 @@ class EqualRewards:
 
     def _count(self, metrics: Mapping[str, float]) -> bool:
         """Count a batch; return whether it is the first that makes the line due."""
-        largest, smallest = metrics["reward/max"], metrics["reward/min"]
+        largest = metrics["reward/max"]
+        smallest = metrics["reward/min"]
         is_equal = largest == smallest
         if is_equal and largest == self._value:
             self._batches += 1

@@ -14,24 +14,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 
 IN_USE_FILE = ".in-use"
 
 
 @contextlib.contextmanager
-def in_use(config: RunConfig) -> Iterator[str | None]:
-    """Lock this run's folder and its ``--save`` on rank 0; yields the reason if one cannot be used, else None."""
+def in_use(config: RunConfig) -> Iterator[None]:
+    """Lock this run's folder and its ``--save`` inside the block; for rank 0.
+
+    Raises:
+        RunError: another run has one of the locks.
+    """
     folder = Path(config.launch.runs_dir) / config.launch.run_name
     save = config.checkpoints.save
-    folders = {f"--save {save}": Path(save)} if save else {}
-    folders[f"--runs-dir {config.launch.runs_dir}, --run-name {config.launch.run_name}"] = folder
     with contextlib.ExitStack() as stack:
-        yield next(filter(None, (_taken(name, place, stack) for name, place in folders.items())), None)
+        if save:
+            _lock(f"--save {save}", Path(save), stack)
+        _lock(f"--runs-dir {config.launch.runs_dir}, --run-name {config.launch.run_name}", folder, stack)
+        yield
 
 
-def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
-    """Lock a folder until the stack ends; return a sentence if another run has the lock."""
+def _lock(name: str, folder: Path, stack: contextlib.ExitStack) -> None:
+    """Lock a folder until the stack ends; RunError with ``name``, the folder's flags, if another run has the lock."""
     with contextlib.suppress(OSError):  # the first write to the folder reports the error
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,15 +50,14 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            return (
+            raise RunError(
                 f"{name}: {_owner(file)} writes there: wait until it has ended, or choose another folder (if it has "
                 f"ended, remove {path})"
-            )
+            ) from None
         stack.callback(path.unlink, missing_ok=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
-    return None
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.ending import GUARD
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
 
@@ -60,7 +60,7 @@ class Guards:
             for condition in self._met if row["step"] <= iteration else ():
                 self._count(condition, int(row["step"]), row)
 
-    def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
+    def step(self, step: int, row: Mapping[str, float]) -> RunError | None:
         """Count a step; returns an error, with its exit code, if the run is to end. The weights are good.
 
         Metrics that a step lacks because it was left out do not count.
@@ -68,38 +68,42 @@ class Guards:
         errors = [self._missing(condition, step, row) or self._count(condition, step, row) for condition in self._met]
         return next(filter(None, errors), None)
 
-    def _missing(self, condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError | None:
+    def _missing(self, condition: Condition, step: int, row: Mapping[str, float]) -> RunError | None:
         """Error of a condition whose metric is absent in the run's first whole step, and so will never come."""
         if condition.metric in row:
             self._unseen.discard(condition)
         elif "grad_norm" in row and condition in self._unseen:
             close = difflib.get_close_matches(condition.metric, row, n=3) or sorted(row)[:3]
-            return AgreedError(
+            return RunError(
                 f"--stop-if '{condition.text}': step {step} has no metric {condition.metric}, so that the run could "
                 f"never end by it: use a metric of metrics.jsonl, such as {', '.join(close)}"
             )
         return None
 
-    def _count(self, condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError | None:
+    def _count(self, condition: Condition, step: int, row: Mapping[str, float]) -> RunError | None:
         """Count a step of one condition; an error clears the count, because the run may be resumed from there."""
         if condition.metric not in row:
             return None
-        value, found, error = row[condition.metric], self._met[condition], None
-        found.append((value, row.get("reward/nonzero_advantages") == 0))
+        value = row[condition.metric]
+        steps_in_a_row = self._met[condition]
+        steps_in_a_row.append((value, row.get("reward/nonzero_advantages") == 0))
+        error = None
         if condition.holds(value):
-            if len(found) < condition.steps:
+            if len(steps_in_a_row) < condition.steps:
                 return None
-            error = _met(condition, step, found)
-        found.clear()
+            error = _met(condition, step, steps_in_a_row)
+        steps_in_a_row.clear()
         return error
 
 
-def _met(condition: Condition, step: int, found: Sequence[tuple[float, bool]]) -> AgreedError:
+def _met(condition: Condition, step: int, steps_in_a_row: Sequence[tuple[float, bool]]) -> RunError:
+    """The error of a condition, from each step's value and whether that step had no signal."""
     side = condition.comparison[0]
     fitting = (words for (name, sides), words in _ADVICE.items() if condition.metric.endswith(name) and side in sides)
     advice = next(fitting, _OTHERWISE)
-    if condition.metric == "reward/mean" and side == "<" and 2 * sum(silent for _, silent in found) >= len(found):
+    without_signal = sum(is_without_signal for _, is_without_signal in steps_in_a_row)
+    if condition.metric == "reward/mean" and side == "<" and 2 * without_signal >= len(steps_in_a_row):
         advice = _COLLAPSED
-    values = ", ".join(f"{value:.3g}" for value, _ in found[-3:])
+    values = ", ".join(f"{value:.3g}" for value, _ in steps_in_a_row[-3:])
     words = f"stopped by --stop-if '{condition.text}' after step {step} ({condition.metric} was {values}): {advice}"
-    return AgreedError(words, GUARD)
+    return RunError(words, GUARD)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import largest_over_ranks
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalTokens
 from megatron_rc.numerics import k3
@@ -77,7 +78,8 @@ class ReplayCheck:
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         self.lines: list[str] = []
         self._not_judged = (K3Sums(), K3Sums())  # of batches that were too small for a verdict
         self._is_first = self._awaits_verdict = True
@@ -106,11 +108,11 @@ class ReplayCheck:
             replayed: log-probs of their labels with the replayed experts; None before the last pipeline stage.
             unreplayed: the same with the routers' own choice.
 
-        Collectives: one SUM over DP×CP and one broadcast over PP of eight numbers; with a verdict those of
-        :func:`agree`.
+        Collectives: one SUM over DP×CP and one broadcast over PP of eight numbers; with a verdict that of
+        :func:`largest_over_ranks`.
 
         Raises:
-            AgreedError: on every rank, if the replayed experts cannot be those of the rollouts.
+            RunError: on every rank, if the replayed experts cannot be those of the rollouts.
         """
         whole, limited = self._over_all_ranks(local, replayed, unreplayed)
         if self._verdict_is_due:
@@ -146,19 +148,20 @@ class ReplayCheck:
         return K3Sums(*whole), K3Sums(*limited)
 
     def _judge(self, iteration: int, whole: K3Sums, limited: K3Sums) -> None:
-        """Judge a batch, with those before it that had too few tokens; AgreedError on every rank if replay is wrong."""
+        """Judge a batch, with those before it that had too few tokens; RunError on every rank if replay is wrong."""
         whole_before, limited_before = self._not_judged
-        whole, limited = whole.plus(whole_before), limited.plus(limited_before)
+        whole = whole.plus(whole_before)
+        limited = limited.plus(limited_before)
         words = _in_words(whole, limited)
-        error = None
-        if whole.is_worse_with_replay or limited.is_worse_with_replay:
-            error = (
+        # Each tensor-parallel rank has added up its own numbers, whose last digits may differ: one verdict for all.
+        is_wrong = whole.is_worse_with_replay or limited.is_worse_with_replay
+        (is_wrong_on_any,) = largest_over_ranks(self.config, [is_wrong])
+        if is_wrong_on_any:
+            raise RunError(
                 f"the experts that are replayed are not those of the rollout batch after step {iteration}: {words}: "
                 "routed_experts are likely shifted by a token, of other samples, or in another order of layers: repair "
                 "the record or the engine, or leave out --moe-enable-routing-replay"
             )
-        # Each tensor-parallel rank has added up its own numbers, whose last digits may differ: one verdict for all.
-        agree(self.config, error)
 
         has_verdict = whole.tokens >= FEWEST_TOKENS
         if has_verdict or self._is_first:

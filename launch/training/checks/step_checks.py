@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import largest_over_ranks
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config import RunConfig
 
 # Megatron-Core's number of values for comparison, and its factor of a value that is too large.
-_SAMPLES, _FACTOR = 100, 10.0
+_SAMPLES = 100
+_FACTOR = 10.0
 
 
-class BadStepError(AgreedError):
+class BadStepError(RunError):
     """A step must not be made, on any rank; weights and optimizer have not changed."""
 
 
@@ -26,9 +28,12 @@ class StepChecks:
     """
 
     def __init__(self, config: RunConfig, whose: str = "the", rate: str = "--lr") -> None:
-        self.config, self.wanted, self.whose = config, config.training, whose
+        self.config = config
+        self.wanted = config.training
+        self.whose = whose
         self.advice = f"the step was not made; lower {rate}, or look at the rewards and log-probs of this batch"
-        self.losses, self.gradients = _Largest(), _Largest()
+        self.losses = _Largest()
+        self.gradients = _Largest()
 
     def loss(self, step: int, loss: float) -> None:
         """Check the loss, which is equal on all ranks.
@@ -41,16 +46,35 @@ class StepChecks:
             raise BadStepError(error)
 
     def gradient(self, step: int, norm: float, numbers: Sequence[float] = ()) -> list[float]:
-        """Check this rank's gradient norm, which may differ between ranks with different experts.
+        """Check the gradient norms of all ranks, which differ between ranks with different experts.
 
-        All ranks agree, and share ``numbers``, equally many on each; returns the largest of each over all ranks. Raises
-        BadStepError on every rank if the norm of any is not finite, or with ``--check-for-large-grads`` much larger
-        than earlier norms.
+        Args:
+            step: number of the step, for the error.
+            norm: this rank's gradient norm.
+            numbers: further numbers of this rank, equally many on each.
+
+        Returns:
+            The largest of each of the ``numbers`` over all ranks.
+
+        Collectives: :func:`largest_over_ranks`.
+
+        Raises:
+            BadStepError: on every rank, if the norm of any is not finite, or with ``--check-for-large-grads`` much
+                larger than earlier norms.
         """
-        before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
-        error = self._error(f"gradient norm of step {step} is", norm, before, "--check-for-large-grads")
-        with telling_bad_steps():
-            return agree(self.config, error, numbers)
+        finite = norm if math.isfinite(norm) else 0.0
+        largest, is_infinite, is_nan, *shared = largest_over_ranks(
+            self.config, [finite, math.isinf(norm), math.isnan(norm), *numbers]
+        )
+        if is_nan:
+            largest = math.nan
+        elif is_infinite:
+            largest = math.inf
+        before = self.gradients.exceeded_by(largest) if self.wanted.check_for_large_grads else None
+        error = self._error(f"gradient norm of step {step} is", largest, before, "--check-for-large-grads")
+        if error is not None:
+            raise BadStepError(error)
+        return shared
 
     def _error(self, begin: str, value: float, before: float | None, flag: str) -> str | None:
         """Error of a value that is not finite, or much larger than ``before``, the largest of the first values.
@@ -70,7 +94,7 @@ def telling_bad_steps() -> Iterator[None]:
     """Context that turns an error of all ranks about a step or its batch into a :class:`BadStepError`."""
     try:
         yield
-    except (AgreedError, ValueError) as error:
+    except (RunError, ValueError) as error:
         raise BadStepError(str(error)) from error
 
 
@@ -97,7 +121,8 @@ class _Largest:
     """The largest of the first values, for comparison with later values, as in Megatron's rerun machine."""
 
     def __init__(self) -> None:
-        self.count, self.largest = 0, 0.0
+        self.count = 0
+        self.largest = 0.0
 
     def exceeded_by(self, value: float) -> float | None:
         """The largest of the first values if this value is ten times as large, else None; the first values are kept."""

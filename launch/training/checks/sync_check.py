@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, cut_batch
@@ -37,8 +37,12 @@ class SyncCheck:
         collector: RolloutCollector,
         groups: ParallelGroups,
     ) -> None:
-        self.config, self.score, self.collector, self.groups = config, score, collector, groups
-        parallel, length = config.parallel, config.training.seq_length
+        self.config = config
+        self.score = score
+        self.collector = collector
+        self.groups = groups
+        parallel = config.parallel
+        length = config.training.seq_length
         unit = config.training.micro_batch_size * parallel.micro_batch_unit
         self._rows = math.ceil(SEQUENCES / unit) * unit
         self._tokens = min(TOKENS, config.rollouts.max_response_length)
@@ -53,14 +57,14 @@ class SyncCheck:
         """Compare the engines' log-probs of a few tokens with the trainer's, whose weights are of this step.
 
         Returns ``rollout/sync_error``, the mean |Δ log-prob| in nats of the worst replica, equal on all ranks; raises
-        AgreedError on every rank if it is more than rounding explains.
+        an error on every rank alike if it is more than rounding explains, see :meth:`EngineDistance.check`.
 
-        Collectives: of a small rollout and a forward-only pass, and one agreement of all ranks.
+        Collectives: of a small rollout and a forward-only pass, and one MAX over all ranks.
         """
         batch = self.collector.probe(self._rows, self._tokens, self._length)
-        cut, distance = cut_batch(batch, self._cut_config, self.groups), EngineDistance(self.config, self.groups)
-        train = self.score(cut)
-        if train is not None:
-            distance.add(train, cut.local)
-        shared = agree(self.config, numbers=distance.numbers)
-        return distance.check(shared, step)
+        cut = cut_batch(batch, self._cut_config, self.groups)
+        distance = EngineDistance(self.config, self.groups)
+        log_probs = self.score(cut)
+        if log_probs is not None:
+            distance.add(log_probs, cut.local)
+        return distance.check(largest_over_ranks(self.config, distance.numbers), step)

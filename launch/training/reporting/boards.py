@@ -58,8 +58,11 @@ class TensorBoard:
         board = Path(config.logging.tensorboard_dir or folder / "tensorboard")
         self.writer = SummaryWriter(str(board / time.strftime("%Y%m%d-%H%M%S")), purge_step=iteration + 1)
         self.writer.add_text("config", f"```yaml\n{as_launch_file(config.flags)}```", iteration)
-        charts = {title: {name: ["Multiline", tags] for name, tags in of.items()} for title, of in _CHARTS.items()}
-        self.writer.add_custom_scalars(charts)
+        layout = {
+            category: {title: ["Multiline", tags] for title, tags in charts.items()}
+            for category, charts in _CHARTS.items()
+        }
+        self.writer.add_custom_scalars(layout)
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
         """Log a step; quantiles of a metric with a histogram are left out, because "Distributions" draws them."""
@@ -72,13 +75,14 @@ class TensorBoard:
         self.writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]
         for name, (edges, counts) in distributions.items():
             centres = [(low + high) / 2 for low, high in pairwise(edges)]
+            counted = list(zip(counts, centres, strict=True))
             self.writer.add_histogram_raw(
                 name,
                 min=edges[0],
                 max=edges[-1],
                 num=sum(counts),
-                sum=sum(count * value for count, value in zip(counts, centres, strict=True)),
-                sum_squares=sum(count * value**2 for count, value in zip(counts, centres, strict=True)),
+                sum=sum(count * centre for count, centre in counted),
+                sum_squares=sum(count * centre**2 for count, centre in counted),
                 bucket_limits=edges[1:],
                 bucket_counts=counts,
                 global_step=step,
@@ -102,7 +106,8 @@ class WandB:
         # Never ask for a key on the terminal, because all ranks would wait.
         quiet = self._wandb.Settings(show_info=False, quiet=True, finish_timeout=_UPLOAD_SECONDS)
         self._wandb.setup(settings=quiet)
-        wanted, id_file = config.logging, folder / WANDB_ID
+        wanted = config.logging
+        id_file = folder / WANDB_ID
         files = Path(wanted.wandb_save_dir or folder)
         files.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
@@ -121,11 +126,10 @@ class WandB:
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
         """Log the metrics and histograms of a step."""
-        found: dict[str, Any] = {in_section(name): value for name, value in metrics.items()}
-        found |= {
-            name: self._wandb.Histogram(np_histogram=(counts, edges)) for name, (edges, counts) in distributions.items()
-        }
-        self._run.log(found, step=step)
+        logged: dict[str, Any] = {in_section(name): value for name, value in metrics.items()}
+        for name, (edges, counts) in distributions.items():
+            logged[name] = self._wandb.Histogram(np_histogram=(counts, edges))
+        self._run.log(logged, step=step)
 
     def finish(self, code: int) -> None:
         """End the run with an exit code; 0 means success."""

@@ -93,6 +93,32 @@ def read_rows(path: Path, having: str = "") -> Iterator[dict[str, float]]:
             yield from map(_numbers, filter(None, (_parsed(line) for line in file if having in line)))
 
 
+def read_thinned(path: Path, most: int, *, last: int) -> tuple[int, Iterator[dict[str, float]]]:
+    """Read at most ``most`` rows of a file, evenly spaced, and in addition the last lines and all evaluations.
+
+    Returns:
+        The number k (only each k-th row is read), and an iterator over the rows as of :func:`read_rows`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.is_file():
+        return 1, iter(())
+    with path.open("rb") as file:
+        num_lines = sum(1 for _ in file)
+    every = max(1, -(-num_lines // most))
+
+    def rows() -> Iterator[dict[str, float]]:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for index, line in enumerate(file):
+                is_wanted = index % every == 0 or index >= num_lines - last or '"eval/' in line
+                row = _parsed(line) if is_wanted else None
+                if row is not None:
+                    yield _numbers(row)
+
+    return every, rows()
+
+
 def last_evaluation(path: Path, step: int) -> int:
     """Step of the newest evaluation in the file up to ``step``; −1 if there is none."""
     rows = (row for row in read_rows(path, '"eval/') if any(name.startswith("eval/") for name in row))

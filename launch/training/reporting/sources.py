@@ -41,7 +41,7 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
         return iteration_folder(load, step)
     try:
         iteration = latest_iteration(load)
-    except (OSError, ValueError):  # the run may find another one (--load-last-valid), or ends with this error
+    except (OSError, ValueError):  # the run ends with this error
         return Path(load)
     return None if iteration is None else iteration_folder(load, iteration)
 

@@ -1,13 +1,12 @@
-"""Progress of a run on standard error: a line for each step, a bar if it is a terminal, and the table at the end."""
+"""Progress of a run on standard error: a line for each logged step, a bar if it is a terminal, the table at the end."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
-from statistics import fmean
+from contextlib import suppress
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -15,10 +14,12 @@ from tqdm import tqdm
 from megatron_rc.launch.standard_error import visible
 from megatron_rc.launch.training.reporting.series import Series
 
-# Seconds between two lines: faster steps are not all shown.
-_QUIET_SECONDS = 2.0
+AVERAGED = 10  # steps of the means at the end
+TABLE_HEADER = ("metric", "first step", f"last {AVERAGED} steps")
 _HEADER_EVERY = 20  # lines
-_COLUMNS = 100  # width if the output has none
+_WIDTH = 9  # of a column; three significant digits of any usual number fit
+_GAP = "  "
+_UNKNOWN_WIDTH = 120  # characters of a line if the output is no terminal
 
 
 class Column(NamedTuple):
@@ -26,22 +27,20 @@ class Column(NamedTuple):
 
     title: str  # title in the header
     metric: str  # usual name of the metric
-    width: int  # characters of the column
-    digits: int | None = None  # decimal places, for values between 0 and 1; None: three significant digits
+    form: str = ".3g"  # format of the value
 
 
 # In order of importance: a narrow terminal shows the first ones only.
 COLUMNS = (
-    Column("reward", "reward/mean", 8),
-    Column("kl", "rollout_corr/kl", 8),
-    Column("ess", "rollout_corr/rollout_is_eff_sample_size", 5, digits=3),
-    Column("rejected", "rollout_corr/rollout_rs_masked_fraction", 8, digits=4),
-    Column("grad norm", "grad_norm", 9),
-    Column("s/step", "seconds", 6),
-    Column("tok/s", "perf/tokens_per_second", 6),
-    Column("GiB", "perf/peak_memory_gib", 6),
+    Column("reward", "reward/mean"),
+    Column("kl", "rollout_corr/kl"),
+    Column("ess", "rollout_corr/rollout_is_eff_sample_size", ".3f"),
+    Column("rejected", "rollout_corr/rollout_rs_masked_fraction", ".4f"),
+    Column("grad norm", "grad_norm"),
+    Column("s/step", "seconds"),
+    Column("tok/s", "perf/tokens_per_second", ".0f"),
+    Column("GiB", "perf/peak_memory_gib"),
 )
-_LEFT, _GAP = 8, "  "
 _ROWS = (
     "reward/mean",
     "eval/exact_match",
@@ -54,139 +53,123 @@ _ROWS = (
     "grad_norm",
     "perf/tokens_per_second",
 )
-IN_TABLE = (*_ROWS, "perf/")  # all metrics that the table needs, as collect() takes them
-AVERAGED = 10
 
 
 class Progress:
-    """Shows the steps of a run, of which ``done`` were made before."""
+    """Shows the steps of a run, of which ``done`` were made before.
+
+    A reader of standard error that goes away (``… 2>&1 | head``, a closed terminal) ends nothing: later lines are lost.
+    """
 
     def __init__(self, total: int, done: int) -> None:
-        self.total, self.done, self._begun_at = total, done, done
+        self.total, self.done = total, done
+        self._done_before = done
         # A dumb terminal cannot redraw a line.
-        terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        # nrows is set, because tqdm shows nothing in a terminal with 0 rows, such as under `script`.
-        self.bar = tqdm(
-            total=total, initial=done, unit="step", file=sys.stderr, disable=not terminal, ncols=_columns(), nrows=24
+        has_bar = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            file=sys.stderr,
+            disable=not has_bar,
+            # tqdm's own measurement shows nothing in a terminal with 0 rows, such as under `script`.
+            ncols=_width() - 1,
+            nrows=24,
         )
-        self._begun = self._last_step = time.monotonic()
-        self._last_line, self._lines = float("-inf"), 0
+        self._started = self._last_step = time.monotonic()
+        self._num_lines = 0
 
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """Show one more step, from its metrics under their usual names."""
+    def step(self, metrics: Mapping[str, float], *, is_logged: bool = True) -> None:
+        """Count one more step; if it is logged, show a line of its metrics under their usual names."""
         self.done += 1
         now = time.monotonic()
-        seconds, self._last_step = now - self._last_step, now
-        if now - self._last_line > _QUIET_SECONDS or self.done == self.total:
-            if self._lines % _HEADER_EVERY == 0:
-                self.say(header(self.total, _columns()))
-            left = (now - self._begun) / (self.done - self._begun_at) * (self.total - self.done)
-            self.say(line(self.done, self.total, metrics, seconds=seconds, left=left, columns=_columns()))
-            self._last_line, self._lines = now, self._lines + 1
-        if not self.bar.disable:
-            self.bar.ncols = _columns()
-            self.bar.update()
+        seconds = now - self._last_step
+        self._last_step = now
+        if is_logged or self.done == self.total:
+            if self._num_lines % _HEADER_EVERY == 0:
+                self.say(header(self.total, _width()))
+            seconds_a_step = (now - self._started) / (self.done - self._done_before)
+            left = seconds_a_step * (self.total - self.done)
+            self.say(line(self.done, self.total, {**metrics, "seconds": seconds}, left=left, width=_width()))
+            self._num_lines += 1
+        with suppress(OSError):
+            self._bar.ncols = _width() - 1
+            self._bar.update()
 
     def say(self, text: str) -> None:
         """Write a line of text above the bar."""
-        tqdm.write(visible(text), file=sys.stderr)
-        sys.stderr.flush()
+        with suppress(OSError):
+            tqdm.write(visible(text), file=sys.stderr)
+            sys.stderr.flush()
 
     def close(self) -> None:
         """End the bar; more lines may follow."""
-        self.bar.close()
+        with suppress(OSError):
+            self._bar.close()
 
 
-def _columns() -> int:
-    """Characters that fit into a line of the terminal."""
+def _width() -> int:
+    """Characters that fit into a line."""
     try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):
-        columns = 0
-    return (columns or _COLUMNS) - 1
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _UNKNOWN_WIDTH
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return _UNKNOWN_WIDTH
 
 
-def header(total: int, columns: int) -> str:
-    """Titles of the columns of :func:`line`, as many as fit into ``columns``."""
-    titles = (f"{column.title:>{column.width}}" for column in COLUMNS)
-    return _cut([f"{'step':>{_step_width(total)}}", *titles, f"{'left':>{_LEFT}}"], columns)
+def header(total: int, width: int) -> str:
+    """Titles above the columns of :func:`line`."""
+    return _row("step", total, [column.title for column in COLUMNS], "left", width)
 
 
-def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float, left: float, columns: int) -> str:
-    """One line about an optimizer step, with fixed widths of its columns; ``-`` is shown for a missing metric.
+def line(step: int, total: int, metrics: Mapping[str, float], *, left: float, width: int) -> str:
+    """Return the line about an optimizer step; ``-`` stands for a missing metric.
 
-    ``left`` is the number of seconds until the end of the run, ``columns`` the largest width of the line.
+    Args:
+        step: the step's number.
+        total: steps of the whole run.
+        metrics: metrics under their usual names, and ``seconds``, the duration of the step.
+        left: seconds until the end of the run.
+        width: characters of the terminal; the columns that do not fit are left out.
     """
-    cells = (_cell(column, {**metrics, "seconds": seconds}) for column in COLUMNS)
-    return _cut([f"{f'{step}/{total}':>{_step_width(total)}}", *cells, f"{_duration(left):>{_LEFT}}"], columns)
+    cells = []
+    for column in COLUMNS:
+        value = metrics.get(column.metric)
+        cells.append("-" if value is None else format(value, column.form))
+    return _row(f"{step}/{total}", total, cells, tqdm.format_interval(left), width)
 
 
-def narrow(value: float, width: int) -> str:
-    """A number with three significant digits, or as many as fit, right-justified.
-
-    Every float fits into six characters, or seven with a minus sign.
-    """
-    if abs(value) >= 999.5 and len(f"{value:.0f}") <= width:
-        return f"{value:>{width}.0f}"
-    found = ""
-    for digits in (3, 2, 1):
-        # 1e-05 and 1e+05 are shown as 1e-5 and 1e5.
-        found = re.sub(r"e(-?)\+?0*", r"e\1", f"{value:.{digits}g}")
-        if len(found) <= width:
-            break
-    return f"{found:>{width}}"
-
-
-def _cell(column: Column, metrics: Mapping[str, float]) -> str:
-    value = metrics.get(column.metric)
-    if value is None:
-        return f"{'-':>{column.width}}"
-    if column.digits is not None:
-        return f"{value:>{column.width}.{column.digits}f}"
-    return narrow(value, column.width)
-
-
-def _step_width(total: int) -> int:
-    return max(len("step"), len(f"{total}/{total}"))
-
-
-def _cut(cells: list[str], columns: int) -> str:
-    """Join the first cell and as many more as fit."""
-    text = cells[0]
-    for cell in cells[1:]:
-        if len(text) + len(_GAP) + len(cell) > columns:
-            break
-        text += _GAP + cell
-    return text
-
-
-def _duration(seconds: float) -> str:
-    """A duration such as 1:23, 4:05:06 or 12d 3h."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours < 100:
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-    days, hours = divmod(hours, 24)
-    return f"{days}d {hours}h" if days < 1000 else f"{min(days, 9_999_999)}d"
+def _row(first: str, total: int, cells: list[str], last: str, width: int) -> str:
+    begin = first.rjust(max(len("step"), len(f"{total}/{total}")))
+    num_fitting = max((width - 1 - len(begin)) // (len(_GAP) + _WIDTH), 0)
+    return _GAP.join([begin, *(f"{cell:>{_WIDTH}}" for cell in [*cells, last][:num_fitting])])
 
 
 def table(series: Mapping[str, Series]) -> str:
-    """Table with first values and means of the last values; for evaluations, only the last value."""
-    lines = [f"{'metric':<44}{'first step':>12}{f'last {AVERAGED} steps':>15}"]
-    for name in _ROWS:
-        if name in series:
-            values = series[name].values
-            last = fmean(values[-1:] if name.startswith("eval/") else values[-AVERAGED:])
-            lines.append(f"{name:<44}{values[0]:>12.4g}{last:>15.4g}")
+    """Return the table at the end of a run, and a line about its machines."""
+    lines = [f"{name:<44}{first:>12}{last:>15}" for name, first, last in [TABLE_HEADER, *table_rows(series)]]
     return "\n".join([*lines, *_machine(series)])
+
+
+def table_rows(series: Mapping[str, Series]) -> list[tuple[str, str, str]]:
+    """Return name, first value and mean of the last values of the main metrics; of evaluations the last value."""
+    rows = []
+    for name in _ROWS:
+        if name in series and series[name].values:
+            last = series[name].mean_of_last(1 if name.startswith("eval/") else AVERAGED)
+            rows.append((name, f"{series[name].values[0]:.4g}", f"{last:.4g}"))
+    return rows
 
 
 def _machine(series: Mapping[str, Series]) -> list[str]:
     """Line with each phase's share of the last steps' time, and the peak memory of a rank."""
-    shares = {name: fmean(one.values[-AVERAGED:]) for name, one in series.items() if name.endswith("_share")}
-    words = (f"{name.removeprefix('perf/').removesuffix('_share')} {share:.0%}" for name, share in shares.items())
-    found = [", ".join(words)] if shares else []
+    shares = {
+        name.removeprefix("perf/").removesuffix("_share"): phase.mean_of_last(AVERAGED)
+        for name, phase in series.items()
+        if name.startswith("perf/") and name.endswith("_share")
+    }
+    parts = [", ".join(f"{phase} {share:.0%}" for phase, share in shares.items())] if shares else []
     if "perf/peak_memory_gib" in series:
-        size, rank = (series[name].values[-1] for name in ("perf/peak_memory_gib", "perf/peak_memory_rank"))
-        found.append(f"peak memory {size:.3g} GiB, of rank {rank:.0f}")
-    return [f"\n{'; '.join(found)}"] if found else []
+        size = series["perf/peak_memory_gib"].values[-1]
+        rank = series["perf/peak_memory_rank"].values[-1]
+        parts.append(f"peak memory {size:.3g} GiB, of rank {rank:.0f}")
+    return [f"\n{'; '.join(parts)}"] if parts else []

@@ -1,16 +1,19 @@
 """Other programs' settings of the correction, translated into this package's fields.
 
 ``verl`` is verl's form of 2026, ``verl-2025-11`` its form of November and December 2025, ``verl-2025-10`` the flat one
-before. A setting that the program would have ignored is dropped with a note; an unknown one is an error.
-``docs/migrating.md`` has every setting. Each program has a module.
+before. A setting that the program would have ignored is dropped with a note. An unknown one is an error, or a warning
+if the settings that matter are there. ``docs/migrating.md`` has every setting. Each program has a module.
 """
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.parallel.arguments import one_of
+from megatron_rc.settings.dialects.forms import as_sections
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
 from megatron_rc.settings.dialects.reader import Dialect, Settings
 from megatron_rc.settings.dialects.slime import SLIME
@@ -20,13 +23,16 @@ from megatron_rc.settings.fields import FIELDS
 
 BY_NAME = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL, TRL)}
 DIALECTS = tuple(BY_NAME)
+# Beginnings of names of verl and this package, which no program with a shared section has.
+_OF_OTHERS = ("rollout_is", "rollout_rs")
 
 
-def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], list[str]]:
+def translate(fields: Any, dialect: str) -> tuple[dict[str, Any], list[str]]:
     """Return this package's fields, and notes, from another program's settings.
 
     Args:
-        fields: the settings, alone or inside the sections of the program's files.
+        fields: the settings, alone or inside the sections of the program's files, in any form of
+            :func:`megatron_rc.settings.dialects.forms.as_sections`.
         dialect: a name of ``DIALECTS``.
 
     Returns:
@@ -38,11 +44,16 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     """
     one_of("dialect", dialect, DIALECTS)
     program = BY_NAME[dialect]
+    fields = as_sections(fields)
     own_settings, other_keys = _own_settings(fields, program)
-    for name in own_settings:
-        if name not in program.defaults:
-            remedy = other_dialects(name, fields, dialect) or f"known are {', '.join(program.defaults)}"
+    unknown = [name for name in own_settings if name not in program.defaults]
+    for name in unknown:
+        remedy = _remedy(name, fields, own_settings, program)
+        if remedy is not None:
             raise ValueError(f"unknown setting {name!r} of {dialect}: {remedy}")
+        warnings.warn(f"{name!r} is no known setting of {dialect} and is not read", stacklevel=3)
+        del own_settings[name]
+        other_keys.append(name)
 
     settings = Settings(own_settings, program.defaults)
     try:
@@ -57,12 +68,34 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
     if other_keys:
         notes.append(f"not read, no part of the correction: {', '.join(other_keys)}")
+    notes += [note for name, note in program.beside.items() if name in other_keys]
     return translated, notes
+
+
+def _remedy(name: str, fields: Mapping[str, Any], own_settings: Mapping[str, Any], program: Dialect) -> str | None:
+    """Return what to do about an unknown setting; None if it can be left out.
+
+    It can, if the settings that matter are there, no other dialect has the name, and it is no misspelt one.
+    """
+    others = other_dialects(name, fields, program.name)
+    if others:
+        return others
+    absent = [known for known in program.defaults if known not in own_settings]
+    similar = difflib.get_close_matches(name, absent, n=1, cutoff=0.8)
+    if similar:
+        return f"did you mean {similar[0]}? Known are {', '.join(program.defaults)}"
+    if not program.needed or not program.needed <= own_settings.keys():
+        return f"known are {', '.join(program.defaults)}"
+    return None
 
 
 def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
     """Return the dialects that can read all these settings and know most of their names; empty if none knows one."""
     known_names: dict[str, int] = {}
+    try:
+        fields = as_sections(fields)
+    except ValueError:
+        return []
     for name, program in BY_NAME.items():
         try:
             own_settings, _ = _own_settings(fields, program)
@@ -152,14 +185,17 @@ def _out_of_other_sections(
 def _without_others(fields: Mapping[str, Any], program: Dialect, other_keys: list[str]) -> dict[str, Any]:
     """Return the settings of a section that belong to the correction; the others are added to ``other_keys``.
 
-    An unknown name with the correction's prefix stays, so that a misspelt setting is an error.
+    An unknown name with the correction's prefix stays, so that a misspelt setting is an error; and so does the section
+    of another dialect.
     """
+    foreign = {section for other in BY_NAME.values() for section in other.sections} - set(program.sections)
     settings = {}
     for key, value in fields.items():
-        name = str(key)
-        is_reserved = program.reserved_prefix is not None and name.startswith(program.reserved_prefix)
-        if name in program.defaults or is_reserved:
-            settings[name] = value
-        else:
-            other_keys.append(name)
+        name = program.spelled(str(key))
+        if name in program.defaults or name.startswith((*program.reserved_prefixes, *_OF_OTHERS)) or name in foreign:
+            settings[str(key)] = value
+            continue
+        other_keys.append(name)
+        if program.known_beside and name not in program.known_beside:
+            warnings.warn(f"{name!r} is no known setting of {program.name} and is not read", stacklevel=5)
     return settings

@@ -13,6 +13,26 @@ _RATIO = "truncated_importance_sampling_ratio"
 _RATIO_MIN = "truncated_importance_sampling_ratio_min"
 _BY_SEQUENCE = "sequence_level_importance_ratios"
 _ERROR = "seq_logprob_error_threshold"
+_KL_TYPE = "reference_policy_kl_type"
+# The other settings of ClippedPGLossConfig.
+_BESIDE = frozenset(
+    {
+        "disable_ppo_ratio",
+        "token_level_loss",
+        "ratio_clip_min",
+        "ratio_clip_max",
+        "ratio_clip_c",
+        "reference_policy_kl_penalty",
+        _KL_TYPE,
+        "kl_input_clamp_value",
+        "kl_output_clamp_value",
+        "use_kl_in_reward",
+        "use_on_policy_kl_approximation",
+        "force_on_policy_ratio",
+        "use_cispo",
+        "positive_example_nll_weight",
+    }
+)
 _DEFAULTS: dict[str, Any] = {
     _SWITCH: False,
     _TYPE: None,
@@ -26,6 +46,11 @@ _DEFAULTS: dict[str, Any] = {
 def nemo_rl(settings: Settings) -> dict[str, Any]:
     """Return the fields of the weights in the clipped loss, and of the rejection of sequences before it."""
     fields = _weights(settings)
+    if settings.boolean(_BY_SEQUENCE):
+        settings.notes.append(
+            f"{_BY_SEQUENCE}=True also selects GSPO, which is no part of the correction: add --policy-loss gspo "
+            "--loss-aggregation seq-mean-token-mean"
+        )
     if settings[_ERROR] is None:
         return fields
 
@@ -93,4 +118,8 @@ NEMO_RL = Dialect(
     sections=("loss_fn",),
     shares_section=True,
     elsewhere={"grpo": (_ERROR,), "ppo": (_ERROR,)},
+    known_beside=_BESIDE,
+    beside={
+        _KL_TYPE: f"{_KL_TYPE}: NeMo-RL's KL has the gradient of the sampling, so its k3 is --kl-estimator k3+ here",
+    },
 )

@@ -24,8 +24,11 @@ class Dialect:
         read: function that translates the settings into fields of :class:`megatron_rc.RolloutCorrectionConfig`.
         sections: sections of the program's files, each inside the one before; the last one has the settings.
         shares_section: True if other settings stand beside these; they are dropped with a note.
-        reserved_prefix: in a shared section: beginning of names that belong to the correction; an unknown name that
+        reserved_prefixes: in a shared section: beginnings of names that belong to the correction; an unknown name that
             begins so is an error.
+        needed: the settings that matter; if all of them are given, an unknown one is a warning, no error.
+        known_beside: other settings of a shared section; if any are listed, a name that is not is a warning.
+        beside: notes about settings that are no part of the correction, but change the loss, by their name.
         elsewhere: settings of other sections, by section.
         switched_off: the settings that a section without a value (``null``) means.
         spelled: function from a key to the setting's name in ``defaults``.
@@ -36,7 +39,10 @@ class Dialect:
     read: Callable[[Settings], dict[str, Any]]
     sections: tuple[str, ...] = ()
     shares_section: bool = False
-    reserved_prefix: str | None = None
+    reserved_prefixes: tuple[str, ...] = ()
+    needed: frozenset[str] = frozenset()
+    known_beside: frozenset[str] = frozenset()
+    beside: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     switched_off: Mapping[str, Any] = field(default_factory=dict)
     spelled: Callable[[str], str] = str

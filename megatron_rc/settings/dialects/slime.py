@@ -40,8 +40,10 @@ _SPELLINGS = {
     "its example's": _EXAMPLE,
     "its example's of October and November 2025": _EARLIER,
 }
+_FUNCTION = "custom_tis_function_path"
 _DEFAULTS: dict[str, Any] = {
     "use_tis": False,
+    _FUNCTION: None,
     "use_rollout_logprobs": False,
     "use_opsm": False,
     "opsm_delta": 1e-4,
@@ -55,11 +57,21 @@ _Bounds = dict[str, tuple[float, float]]
 
 def slime(settings: Settings) -> dict[str, Any]:
     """Return the fields of the weights and the rejection of any spelling, and of off-policy sequence masking."""
+    function = _function(settings)
     spelling = _spelling(settings)
     fields: dict[str, Any] = {"rollout_is": None}
     bounds: _Bounds = {}
     if not settings.boolean("use_tis") and not settings.boolean("use_mis"):
         settings.drop(*spelling, because="slime does nothing, not even use_rs, without use_tis")
+    elif function == "icepop":
+        bounds_of_weights = settings.interval(
+            settings.not_negative("tis_clip_low"), settings.positive("tis_clip"), "tis_clip_low", "tis_clip"
+        )
+        fields = {
+            "rollout_is": "token",
+            "rollout_is_threshold": pair(*bounds_of_weights),
+            "rollout_is_mode": "mask",
+        }
     elif spelling is BUILT_IN:
         fields = {"rollout_is": "token", **clamped(settings, "tis_clip_low", "tis_clip")}
     elif spelling is _EARLIER:
@@ -75,6 +87,23 @@ def slime(settings: Settings) -> dict[str, Any]:
     criteria += _off_policy_masking(settings)
     # slime divides by the tokens that trained before rejection.
     return {**fields, **_mode(settings), **rejection(criteria), "rejection_denominator": "original"}
+
+
+def _function(settings: Settings) -> str | None:
+    """Return "icepop" for slime's second built-in function; None for its first, its example's, and this package's.
+
+    Raises:
+        ValueError: another function, whose weights no setting tells.
+    """
+    path = settings[_FUNCTION]
+    if path is None:
+        return None
+    name = str(path).rpartition(".")[2]
+    if name == "icepop_function":
+        return "icepop"
+    if name in ("vanilla_tis_function", "compute_mis_weights_with_cp") or path == "megatron_rc.adaptors.slime.correct":
+        return None
+    raise ValueError(f"{_FUNCTION}={path!r} is not known: its weights are in its code, give this package's fields")
 
 
 def _spelling(settings: Settings) -> dict[str, Any]:
@@ -209,4 +238,10 @@ SLIME = Dialect(
     defaults=_DEFAULTS,
     read=slime,
     spelled=lambda name: name.lstrip("-").replace("-", "_"),
+    shares_section=True,
+    reserved_prefixes=("tis_", "rs_", "mis_", "use_tis", "use_rs", "use_mis", "opsm_"),
+    beside={
+        "kl_loss_type": "kl_loss_type: slime's low_var_kl is --kl-estimator k3 here; its default is k1",
+        "use_unbiased_kl": "use_unbiased_kl: --kl-importance-weight, with π_θ/π_rollout in place of π_θ/π_old",
+    },
 )

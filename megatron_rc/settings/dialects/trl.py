@@ -108,4 +108,10 @@ def _reason_for_no_weights(settings: Settings) -> str | None:
     return None
 
 
-TRL = Dialect("trl", _DEFAULTS, trl, shares_section=True, reserved_prefix=_PREFIX)
+TRL = Dialect(
+    name="trl",
+    defaults=_DEFAULTS,
+    read=trl,
+    shares_section=True,
+    reserved_prefixes=(_PREFIX,),
+)

@@ -300,6 +300,7 @@ VERL = Dialect(
     read=verl,
     sections=("algorithm", "rollout_correction"),
     switched_off=_OFF,
+    needed=frozenset({"rollout_is"}),
 )
 VERL_2025_11 = Dialect(
     name="verl-2025-11",
@@ -307,6 +308,7 @@ VERL_2025_11 = Dialect(
     read=verl_2025_11,
     sections=("algorithm", "rollout_correction"),
     switched_off=_OFF,
+    needed=frozenset({"rollout_is"}),
 )
 VERL_2025_10 = Dialect(
     name="verl-2025-10",

@@ -197,20 +197,32 @@ def test_kl_penalties_are_those_that_the_page_says(cells):
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_page_puts_both_into_verl(tmp_path):
-    """The module of docs/adaptors.md, named by its variable, in a separate process."""
-    (tmp_path / "my_correction.py").write_text(blocks("verl")[0], encoding="utf-8")
+def readme_module():
+    """The module that README shows for verl."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (module,) = re.findall(r"^```python\n(from verl.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "criterion"),
+    [(blocks("verl")[0], "seq_mean_k1"), (readme_module(), "None")],
+    ids=["docs/adaptors.md", "README.md"],
+)
+def test_the_pages_put_both_into_verl(tmp_path, module, criterion):
+    """The module of a page, named by verl's variable, in a separate process."""
+    (tmp_path / "my_correction.py").write_text(module, encoding="utf-8")
     code = (
         "import verl\n"
         "from verl.trainer.ppo import core_algos, rollout_corr_helper\n"
         "own = core_algos.get_policy_loss_fn('rollout_correction').__self__\n"
         "assert rollout_corr_helper.compute_rollout_correction_and_add_to_batch.__self__ is own\n"
-        "print(own.config.rollout_rs)"
+        "print(own.config and own.config.rollout_rs)"
     )
     paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "my_correction", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "seq_mean_k1", done.stderr
+    assert done.stdout.strip() == criterion, done.stderr
 
 
 def columns(old, rollout, mask):

@@ -14,8 +14,8 @@ import pytest
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.answers import derive_seed
 from megatron_rc.launch.engines.http_client import HttpClient
-from megatron_rc.launch.engines.requests import Retries, check_key, check_url
-from megatron_rc.launch.engines.vllm_server import ROUTE, VllmServerEngine
+from megatron_rc.launch.engines.requests import check_key, check_url
+from megatron_rc.launch.engines.vllm_client import ROUTE, VllmClient
 from tests.support.rollout_servers import QUICK, TOKENS, draw, make_engine, running, sample, weights
 from tests.support.rollout_servers import given as loaded_engine
 
@@ -23,15 +23,7 @@ from tests.support.rollout_servers import given as loaded_engine
 @pytest.fixture
 def loaded(server, tmp_path):
     """Makes an engine that has its weights."""
-    return functools.partial(loaded_engine, VllmServerEngine, server, tmp_path)
-
-
-def test_requests_under_way_are_bounded_and_their_connections_kept(server, loaded):
-    server.hold, server.together = 0.05, threading.Barrier(3, timeout=60)
-    engine, before = loaded(concurrency=3), server.connections
-    sample(engine, [[2]] * 30)
-    assert server.most == 3
-    assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
+    return functools.partial(loaded_engine, VllmClient, server, tmp_path)
 
 
 def test_passing_faults_are_retried(server, loaded):
@@ -65,13 +57,6 @@ def test_the_first_error_ends_the_batch_and_what_is_under_way(server, loaded):
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 3)
     assert time.monotonic() - begun < 8
-
-
-def test_waits_double_and_are_bounded():
-    retries = Retries(first_wait=1.0, longest_wait=8.0)
-    for failures, longest in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0)):
-        assert longest / 2 <= retries.wait(failures) <= longest
-    assert retries.wait(9) == 8
 
 
 LATE = (
@@ -124,11 +109,11 @@ def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
 def test_an_answer_has_a_limit_of_size(server, loaded):
     """It is the answer to a long request, and no more of it is held."""
     engine = loaded()
-    with raw_server(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (1 << 16), 0) as (engine.client.url, sent):
+    with raw_server(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (1 << 16), 0) as (engine.client.http.url, sent):
         with pytest.raises(EngineError, match=r"answered with more than 1155072 bytes: is this the rollout server's"):
             sample(engine, tokens=102)
         assert sent[0] < 8 << 20, "sockets hold some of what was sent"
-    engine.client.url = server.url
+    engine.client.http.url = server.url
     server.faults[ROUTE] = [lambda answer: answer | {"id": "-" * 1_155_000}]
     with pytest.raises(EngineError, match="more than 1155072 bytes"):
         sample(engine, tokens=102)
@@ -139,7 +124,7 @@ def test_an_answer_has_a_limit_of_size(server, loaded):
 def test_a_server_that_is_not_there(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
-    engine = make_engine(VllmServerEngine, nowhere, tmp_path, start_timeout=0.3)
+    engine = make_engine(VllmClient, nowhere, tmp_path, start_timeout=0.3)
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:.*ConnectionRefused"):
         engine.load_weights(weights().items(), 0)
     assert (tmp_path / "weights" / "config.json").is_file(), "a server can be started on the directory"
@@ -147,16 +132,10 @@ def test_a_server_that_is_not_there(tmp_path):
         sample(engine)
 
 
-def test_a_server_that_falls_silent_is_told_with_what_it_answered_before(server):
-    server.faults["/health"] = [(503, b"loading"), 1.0]
-    with pytest.raises(EngineError, match=r"tried for 0.2 s: status 503: loading, then silence\): start it"):
-        HttpClient(server.url, retries=QUICK).wait_until_ready("/health", 0.2)
-
-
 def test_a_server_that_dies_is_retried_then_named(tmp_path):
     with running() as server:
-        engine = loaded_engine(VllmServerEngine, server, tmp_path)
-        engine.client.timeout = 0.3
+        engine = loaded_engine(VllmClient, server, tmp_path)
+        engine.client.http.timeout = 0.3
     begun = time.monotonic()
     with pytest.raises(EngineError, match=r"failed \d+ times, .*ConnectionRefusedError"):
         sample(engine)

@@ -1,26 +1,20 @@
 """A server of this machine that other machines may reach is named in one line; nothing is said of others."""
 
 import ipaddress
-import re
 import socket
-import time
 from contextlib import closing
 from http.server import ThreadingHTTPServer
-from types import SimpleNamespace
 from unittest import mock
 
-import psutil
 import pytest
 
 from megatron_rc.launch.engines import open_addresses
-from megatron_rc.launch.engines.open_addresses import addresses_of_machine, warning_of_open_addresses
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
-from tests.support.paths import ROOT
+from megatron_rc.launch.engines.open_addresses import warning_of_open_addresses
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from tests.support.rollout_servers import Server, given, running, weights
 from tests.support.training_runs import logged
 
-SUFFIXES = (".md", ".py", ".sh", ".yaml")
 # Linux answers on all of 127.0.0.0/8: it stands for the address of a network here, which a machine may not have.
 OF_NETWORK = ipaddress.ip_address("127.0.0.2")
 
@@ -67,59 +61,7 @@ def test_a_server_elsewhere_is_no_matter_of_this_machine(url):
     assert warning_of_open_addresses(url) is None
 
 
-def test_addresses_that_drop_what_is_sent_cost_no_time():
-    with listening("127.0.0.1") as server, mock.patch.object(socket, "create_connection", side_effect=slow):
-        open_addresses.addresses_of_machine.return_value = [OF_NETWORK] * 50
-        begun = time.monotonic()
-        assert warning_of_open_addresses(f"http://localhost:{server.getsockname()[1]}") is None
-        assert time.monotonic() - begun < 5
-
-
-def slow(_, timeout):
-    time.sleep(timeout)
-    raise TimeoutError
-
-
-def test_the_machines_addresses_are_those_of_its_interfaces():
-    interfaces = {
-        "lo": [entry(socket.AF_INET, "127.0.0.1"), entry(socket.AF_INET6, "::1")],
-        "eth0": [
-            entry(socket.AF_INET, "10.1.2.3"),
-            entry(socket.AF_INET6, "fd00::2"),
-            entry(socket.AF_INET6, "fe80::1%eth0"),
-            entry(psutil.AF_LINK, "02:fc:00:00:00:01"),
-        ],
-    }
-    with mock.patch.object(psutil, "net_if_addrs", return_value=interfaces):
-        assert [str(address) for address in addresses_of_machine()] == ["10.1.2.3", "fd00::2"]
-    for address in addresses_of_machine():
-        with closing(socket.create_server((str(address), 0), family=family_of(address))):
-            pass
-
-
-def entry(family, address):
-    return SimpleNamespace(family=family, address=address)
-
-
-def family_of(address):
-    return socket.AF_INET6 if address.version == 6 else socket.AF_INET
-
-
-STARTED = re.compile(r"(?:vllm serve|launch_server --model-path) (?![-`])\S+\s+(\S+ \S+)")
-
-
-def test_every_command_that_starts_a_server_names_the_loopback():
-    """In pages, errors, docstrings and scripts; an option after ``vllm serve`` alone is no command."""
-    folders = ("docs", "launch", "examples", "configs", "benchmarks", "megatron_rc", "tests/vllm")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
-    files += [ROOT / "README.md", ROOT / "Makefile", ROOT / "CONTRIBUTING.md"]
-    found = {path: STARTED.findall(path.read_text(encoding="utf-8")) for path in files}
-    commands = [(path.name, command) for path, several in found.items() for command in several]
-    assert {name for name, _ in commands} >= {"rollouts.md", "launching.md", "vllm_server.py", "sglang_server.py"}
-    assert [(name, command) for name, command in commands if command != "--host 127.0.0.1"] == []
-
-
-@pytest.mark.parametrize("kind", [VllmServerEngine, SglangServerEngine])
+@pytest.mark.parametrize("kind", [VllmClient, SglangClient])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_engine_says_so_once_at_its_start(tmp_path, kind, host):
     class Open(Server):

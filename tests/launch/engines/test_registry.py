@@ -5,16 +5,15 @@ import importlib.util
 import pytest
 
 from megatron_rc.launch.engines import registry
-from megatron_rc.launch.engines.registry import EngineKind, make_engine
+from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.requests import API_KEY
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
 from megatron_rc.launch.tasks.text import CharacterText
-from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 
 TWO = "--rollout-url=http://one:8000,http://two:8000"
@@ -28,31 +27,32 @@ def parse(folder, *words, world=1):
     ("words", "kind", "url"),
     [
         ([], TransformersEngine, None),
-        (["--rollout-engine=vllm-server", TWO, "--rollout-model=policy"], VllmServerEngine, "http://two:8000"),
-        (["--rollout-engine=sglang-server", TWO], SglangServerEngine, "http://two:8000"),
+        (["--rollout-engine=vllm-server", TWO, "--rollout-model=policy"], VllmClient, "http://two:8000"),
+        (["--rollout-engine=sglang-server", TWO], SglangClient, "http://two:8000"),
     ],
 )
 def test_each_replica_has_its_own(tmp_path, words, kind, url):
     shared = [] if url is None else [f"--rollout-weights-dir={tmp_path}/weights", "--rollout-attempts=2"]
     config = parse(tmp_path, *words, *shared, world=2)
     engine = make_engine(config, CharacterText(), replica=1)
-    assert type(engine) is kind
-    if url is not None:
+    if url is None:
+        assert type(engine) is kind
+    else:
+        assert type(engine.client) is kind
         assert engine.client.url == url
-        assert engine.client.retries.attempts == 2
-        assert engine.directory.path == tmp_path / "weights" / "replica-1"
+        assert engine.client.http.retries.attempts == 2
+        assert engine.publisher.directory.path == tmp_path / "weights" / "replica-1"
 
 
 SERVER = ["--rollout-engine=vllm-server", "--rollout-url=http://a:1", "--rollout-weights-dir=w"]
 
 
 def test_the_servers_key_is_in_no_file_and_no_error(tmp_path, monkeypatch):
-    """It comes from the environment; docs/rollouts.md names the variable."""
+    """It comes from the environment."""
     monkeypatch.chdir(tmp_path)
-    assert f"`{API_KEY}`" in (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     monkeypatch.setenv(API_KEY, "secret")
     config = parse(tmp_path, *SERVER)
-    assert make_engine(config, CharacterText(), 0).client._headers["Authorization"] == "Bearer secret"
+    assert make_engine(config, CharacterText(), 0).client.http._headers["Authorization"] == "Bearer secret"
     for text in (repr(config), as_launch_file(config.flags), str(as_mapping(config.flags)), str(environment())):
         assert "secret" not in text
     monkeypatch.setenv(API_KEY, "secret\n")
@@ -100,10 +100,3 @@ def test_vllm_reads_what_it_could_not_round_itself(tmp_path, vllm, dtype, comput
     engine = make_engine(parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}"), CharacterText(), 0)
     assert engine._options["dtype"] == computed
     assert (engine.directory._rounded.dtype if engine.directory._rounded else None) == read
-
-
-def test_an_engine_that_needs_what_there_is_not_is_an_error_where_it_is_defined():
-    with pytest.raises(ValueError, match="an engine needs rollout_port: no field of the engine section has that name"):
-        EngineKind(TransformersEngine, needs=("rollout_url", "rollout_port"))
-    with pytest.raises(TypeError, match="make"):
-        EngineKind(needs=("rollout_url",))

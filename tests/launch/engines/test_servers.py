@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import threading
 import time
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ import torch
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed, make_asks
-from megatron_rc.launch.engines.sglang_server import SglangServerEngine
-from megatron_rc.launch.engines.vllm_engine import TORCHRUN, _to_sample, without_torchrun
-from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import VllmClient
+from megatron_rc.launch.engines.vllm_engine import _to_sample
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
@@ -62,7 +61,7 @@ def test_every_sampling_parameter_is_named(engine, server):
     sampling = body.get("sampling_params", body)
     fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "top_p": 1.0}
     assert sampling.items() >= (fixed | {"temperature": 0.6, "stop_token_ids": [EOS]}).items()
-    assert sampling["top_k"] == (0 if type(engine) is VllmServerEngine else -1)
+    assert sampling["top_k"] == (0 if type(engine.client) is VllmClient else -1)
     assert body.get("token_ids", body.get("input_ids")) == [5, 6]
     asked = {"return_routed_experts", "return_sampling_mask"}
     assert not asked & body.keys()
@@ -89,7 +88,7 @@ def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog)
             draw([2, index], derive_seed(9, index), TOKENS)[0] for index in range(12)
         ]
         assert server.version == "5"
-        swapped = "/collective_rpc" if kind is VllmServerEngine else "/update_weights_from_disk"
+        swapped = "/collective_rpc" if kind is VllmClient else "/update_weights_from_disk"
         after = server.paths()[server.paths().index(swapped) :]
         assert after.count(GENERATE[kind]) == 12, "what the server sampled before it had the weights is not used"
     assert "lost the weights of step 5" in caplog.text
@@ -112,22 +111,17 @@ NO_LOG_PROB = "expected a finite number of at most 0"
 
 WRONG_COMPLETIONS = {
     "html": ((200, b"<html>Not here</html>"), "answered '<html>Not here</html>', expected JSON"),
-    "number": ((200, b"7"), "answered without model"),
     "other-model": (lambda answer: answer | {"model": "large"}, "model large answered, not tiny"),
-    "two-choices": (lambda answer: answer | {"choices": answer["choices"] * 2}, "has 2 choices, expected 1"),
     "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
     "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
-    "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.content"),
     "fewer-log-probs": (in_choice(logprobs=content_of([3] * 3, [-1.0] * 3)), "-1.0], expected a list of 4"),
     "other-log-probs": (in_choice(logprobs=content_of([9] * 4, [-1.0] * 4)), "log-probs of other tokens than"),
-    "null": (in_choice(**ended([3] * 4, None)), f"token 0 is None, {NO_LOG_PROB}"),
     "prompt-completed": (lambda answer: answer | {"prompt_token_ids": [0, 5, 6]}, "read 3 prompt tokens, not the 2"),
     "cut": (in_choice(**ended([3, 3])), "cut after 2 of 4 tokens: raise the engine's longest sequence"),
     "other-stop": (
         in_choice(**ended([3, 3]), finish_reason="stop"),
         "none of the end tokens 1: .*--rollout-stop-token-ids 3",
     ),
-    "unfinished": (in_choice(finish_reason=None), "ended with None"),
     "past-the-end": (in_choice(**ended([3, EOS, 3, 3])), "goes on after end token 1"),
 }
 
@@ -151,8 +145,6 @@ def pairs(*values):
 
 WRONG_GENERATIONS = {
     "list": (lambda answer: [answer, answer], "2 answers came, expected 1"),
-    "no-meta": (lambda answer: {"text": "a"}, "answered without meta_info"),
-    "bare-log-probs": (in_meta(output_token_logprobs=[-1.0] * TOKENS), "is no list of"),
     "other-tokens": (lambda answer: answer | {"output_ids": [7]}, "log-probs of other tokens than output_ids"),
     "nan": (pairs((float("nan"), 5), (-1, 5), (-1, 5), (-1, 5)), f"token 0 is nan, {NO_LOG_PROB}"),
     "prompt": (in_meta(prompt_tokens=3), "read 3 prompt tokens, 2 were sent"),
@@ -162,8 +154,8 @@ WRONG_GENERATIONS = {
 
 
 WRONG_ANSWERS = [
-    *(pytest.param(VllmServerEngine, *case, id=f"vllm-{name}") for name, case in WRONG_COMPLETIONS.items()),
-    *(pytest.param(SglangServerEngine, *case, id=f"sglang-{name}") for name, case in WRONG_GENERATIONS.items()),
+    *(pytest.param(VllmClient, *case, id=f"vllm-{name}") for name, case in WRONG_COMPLETIONS.items()),
+    *(pytest.param(SglangClient, *case, id=f"sglang-{name}") for name, case in WRONG_GENERATIONS.items()),
 ]
 
 
@@ -198,7 +190,7 @@ def numpy_file(array):
 
 def reporting(kind, experts, kept):
     """A change of an answer: with experts and kept tokens, as this server writes them."""
-    if kind is VllmServerEngine:
+    if kind is VllmClient:
         array = numpy_file(experts.numpy().astype(numpy.uint8))
         return in_choice(routed_experts=array, sampling_mask=kept)
     numbers = base64.b64encode(experts.numpy().tobytes()).decode()
@@ -213,7 +205,7 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
     (got,) = sample(engine, top_p=0.9)
     assert torch.equal(got.routed_experts, EXPERTS)
     assert lists_of(got.support) == KEPT
-    if kind is SglangServerEngine:
+    if kind is SglangClient:
         assert got.log_probs == [-0.5] * TOKENS, "over the kept tokens"
         body = dict(server.seen)["/generate"]
         assert body["return_routed_experts"]
@@ -221,49 +213,30 @@ def test_experts_and_kept_tokens_are_read(server, tmp_path, kind):
     for params in ({"top_k": 1}, {}):
         (other,) = sample(engine, **params)
         assert other.support is None, "a greedy answer is not trained on; else no token was left out"
-    server.always[GENERATE[kind]] = in_choice(**ended([])) if kind is VllmServerEngine else pairs()
+    server.always[GENERATE[kind]] = in_choice(**ended([])) if kind is VllmClient else pairs()
     assert sample(engine, top_p=0.9)[0].token_ids == [], "one bad response, which needs no experts"
 
 
 PICKLE = numpy_file(numpy.array([print], dtype=object))
 REPORTS = [
-    (VllmServerEngine, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
-    (VllmServerEngine, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
-    (VllmServerEngine, {"routed_experts": "AAAA"}, "routed_experts is no NumPy array in base64"),
-    (VllmServerEngine, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
-    (VllmServerEngine, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
-    (VllmServerEngine, {"sampling_mask": [[1], 2, [3], [4]]}, "the kept tokens of position 1 are 2"),
-    (SglangServerEngine, {"routed_experts": "absent"}, "answered without routed_experts"),
-    (SglangServerEngine, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
-    (SglangServerEngine, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
-    (SglangServerEngine, {"output_token_sampling_logprobs": [-1.0]}, r"log-probs are \[-1.0\], expected a list of 4"),
+    (VllmClient, {"routed_experts": None}, "has no routed_experts: start the server with --enable-return-routed"),
+    (VllmClient, {"sampling_mask": None}, "has no sampling_mask: start the server with --return-sampling-mask"),
+    (VllmClient, {"routed_experts": PICKLE}, "routed_experts is no NumPy array in base64"),
+    (VllmClient, {"sampling_mask": KEPT[1:]}, "kept tokens of 3 positions came for 4 tokens"),
+    (SglangClient, {"routed_experts": "absent"}, "answered without routed_experts"),
+    (SglangClient, {"routed_experts": "AAAA"}, "is no base64 of 5 tokens' experts"),
+    (SglangClient, {"output_token_sampling_mask": "absent"}, "answered without output_token_sampling_mask"),
+    (SglangClient, {"output_token_sampling_logprobs": [-1.0]}, r"log-probs are \[-1.0\], expected a list of 4"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "wrong", "message"), REPORTS)
 def test_wrong_reports_are_named(server, tmp_path, kind, wrong, message):
     engine = given(kind, server, tmp_path, experts_shape=(3, 2), reports_support=True)
-    put = in_choice if kind is VllmServerEngine else in_meta
+    put = in_choice if kind is VllmClient else in_meta
     server.always[GENERATE[kind]] = lambda answer: put(**wrong)(reporting(kind, EXPERTS, KEPT)(answer))
     with pytest.raises(EngineError, match=message):
         sample(engine, top_p=0.9)
-
-
-@pytest.mark.parametrize("status", [403, 404])
-def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status):
-    server.route_status = status
-    with pytest.raises(EngineError, match=rf"{status}.*0\.32.*VLLM_SERVER_DEV_MODE=1 vllm serve .*--enable-scale-out"):
-        given(VllmServerEngine, server, tmp_path)
-
-
-ENDED, VALUES = [5, 5, 5, EOS], [-1.0] * TOKENS
-
-
-def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
-    """Servers call it ``length``."""
-    of_vllm, of_sglang = in_choice(**ended(ENDED)), pairs(*zip(VALUES, ENDED, strict=True))
-    server.faults[generate_path(engine)] = [of_vllm if type(engine) is VllmServerEngine else of_sglang]
-    assert sample(engine) == [Sample(ENDED, VALUES, "stop", versions=[3] * TOKENS)]
 
 
 # Two end tokens, and strings that tokens spell: the texts of the tokens are the letters from a on.
@@ -272,7 +245,7 @@ SEVERAL = ResponseEnds((EOS, 7), ("dd", "f"), lambda ids: "".join("abcdefghijklm
 
 def answered(kind, tokens, reason):
     """A change of an answer: other tokens, and the reason of their end."""
-    if kind is VllmServerEngine:
+    if kind is VllmClient:
         return in_choice(**ended(tokens), finish_reason=reason, weight_versions=None)
     change = pairs(*((-1.0, token) for token in tokens))
     return lambda answer: in_meta(finish_reason={"type": reason})(change(answer))
@@ -290,7 +263,7 @@ def test_every_end_is_sent_and_accepted(server, tmp_path, kind):
         assert (got.token_ids, got.finish_reason) == (tokens, "stop")
     asked = next(body["sampling_params"] for path, body in server.seen if path == GENERATE[kind])
     assert asked.items() >= {"stop_token_ids": [EOS, 7], "stop": ["dd", "f"], "skip_special_tokens": False}.items()
-    if kind is VllmServerEngine:
+    if kind is VllmClient:
         assert asked["detokenize"] is True, "else vLLM looks for no string"
         assert asked["ignore_eos"] is True, "the ends of the server's files end nothing"
 
@@ -303,7 +276,6 @@ BEYOND = {
         "stop",
         "at token 4, which is none of the end tokens 1, 7: .*--rollout-stop-token-ids 4",
     ),
-    "half a string": ([2, 3], "stop", "stopped at token 3, which is none of the end tokens 1, 7"),
 }
 
 
@@ -320,23 +292,23 @@ SWAP = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_vers
 
 
 def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
-    engine = given(VllmServerEngine, server, tmp_path)
+    engine = given(VllmClient, server, tmp_path)
     assert server.paths()[-5:] == SWAP
     body = dict(server.seen)["/collective_rpc"]
     assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "weights")}}
-    assert engine.model == "tiny"
+    assert engine.client.model == "tiny"
     server.seen.clear()
     engine.load_weights(weights(seed=1).items(), 1)
     assert server.paths() == SWAP, "a server is met once"
     assert engine.version == 1
     # Of several models the named one is chosen.
     server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
-    sample(given(VllmServerEngine, server, tmp_path, 5, model="b"))
+    sample(given(VllmClient, server, tmp_path, 5, model="b"))
     assert {body["model"] for path, body in server.seen if path == ROUTE} == {"b"}
 
 
 def test_sglang_takes_weights_over_and_flushes(server, tmp_path):
-    given(SglangServerEngine, server, tmp_path, 7)
+    given(SglangClient, server, tmp_path, 7)
     body = {"model_path": str(tmp_path / "weights"), "flush_cache": True, "weight_version": "7"}
     assert server.seen[-2:] == [("/update_weights_from_disk", body), ("/flush_cache", None)]
 
@@ -345,7 +317,7 @@ def answer(**fields):
     return lambda _: fields
 
 
-VLLM, SGLANG = VllmServerEngine, SglangServerEngine
+VLLM, SGLANG = VllmClient, SglangClient
 DEVELOPER = r"status 404: use vLLM 0\.32 or newer, and start it as VLLM_SERVER_DEV_MODE=1 vllm"
 RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 REFUSED = answer(success=False, message="shape")
@@ -382,7 +354,7 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
     """Whether another trainer gives it some, or it never keeps them."""
     engine.load_weights(weights().items(), 5)
     sample(engine)
-    give = "/update_weight_version" if type(engine) is VllmServerEngine else "/update_weights_from_disk"
+    give = "/update_weight_version" if type(engine.client) is VllmClient else "/update_weights_from_disk"
     server.always[give] = lambda answer: setattr(server, "version", holds) or answer
     server.version = holds
     with pytest.raises(EngineError, match=message):
@@ -390,18 +362,8 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
     assert server.paths().count(give) == (1 if holds == "7" else 3), "it gets them twice more"
 
 
-def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, tmp_path):
-    engine = given(SglangServerEngine, server, tmp_path, 5)
-    server.always["/generate"] = in_meta(weight_version="absent")
-    for faults, swaps in (([(503, b"")], 1), ([], 0)):
-        server.faults["/generate"] = faults
-        server.seen.clear()
-        assert sample(engine)
-        assert server.paths().count("/update_weights_from_disk") == swaps
-
-
 def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine = make_engine(VllmClient, server, tmp_path)
     server.faults["/reset_prefix_cache"] = [(502, b"")]
     engine.load_weights(weights().items(), 5)
     assert server.paths()[-11:] == [*SWAP[:3], *SWAP[2:], *SWAP]
@@ -418,7 +380,7 @@ def raw(answer):
 
 
 def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path):
-    engine = given(SglangServerEngine, server, tmp_path)
+    engine = given(SglangClient, server, tmp_path)
     server.always["/generate"] = raw
     assert sample(engine), "at temperature 1 they are equal"
     with pytest.raises(EngineError, match=r"log-probs before temperature 0.5: start it without SGLANG_RETURN_ORIG"):
@@ -434,15 +396,6 @@ def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path)
         sample(engine, top_k=2)
     assert sample(engine, top_k=1), "the likeliest tokens, which evaluations ask for"
     assert server.seen[-1][-1]["sampling_params"]["top_k"] == 1
-
-
-def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
-    given = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with without_torchrun({}):
-        assert not [name for name in os.environ if name.startswith(TORCHRUN)]
-    assert {name: os.environ[name] for name in given} == given
 
 
 def test_vllm_in_this_process_reports_experts_and_kept_tokens():

@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from transformers import DeepseekV3Config, LlamaConfig
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.publishers import StreamPublisher
 from megatron_rc.launch.engines.requests import Retries
-from megatron_rc.launch.engines.streamed import INCOMPLETE, STREAMED_START, SglangStreamedEngine, VllmStreamedEngine
+from megatron_rc.launch.engines.server_client import INCOMPLETE
+from megatron_rc.launch.engines.sglang_client import SglangClient
+from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.engines.weight_sender import SglangSender, VllmSender, send_weights
 from megatron_rc.launch.engines.weight_stream import (
     ARRIVED,
@@ -31,12 +32,8 @@ from megatron_rc.launch.engines.weight_stream import (
     join,
     opened,
     read_shared,
-    register,
     shared,
 )
-from megatron_rc.launch.engines.weight_stream import BUCKET_BYTES as BUCKET
-from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
-from tests.support.paths import ROOT
 from tests.support.rollout_servers import make_engine, running, sample, weights
 from tests.support.stream_server import SglangStreamServer, StreamServer
 
@@ -218,37 +215,6 @@ def test_no_other_file_is_read_than_a_senders_memory(secret, name_place):
     assert str(int.from_bytes(b"s3cr3t!!", "little")) not in said
 
 
-PUBLISHED = {
-    "Llama 2 7B": {"vocab_size": 32000, "num_attention_heads": 32, "intermediate_size": 11008, "hidden_size": 4096},
-    "Llama 3 70B": {
-        **{"vocab_size": 128256, "num_attention_heads": 64, "intermediate_size": 28672, "hidden_size": 8192},
-        **{"num_hidden_layers": 80, "num_key_value_heads": 8},
-    },
-}
-MODELS = {name: LlamaConfig(**values) for name, values in PUBLISHED.items()}
-MODELS["DeepSeek-V3 671B"] = DeepseekV3Config()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_pages_table_follows_from_the_shapes(name):
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
-    (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
-    sizes = [2 * tensor.numel() for tensor in checkpoint_tensors(empty_model(MODELS[name])).values()]
-    whole = sum(sizes)
-    want = [whole, whole, 2 * whole, whole / 8, max(2 * BUCKET, *sizes)]
-    assert row.split(" | ")[1:] == [f"{size / 1e9:.1f}" + " |" * (size is want[-1]) for size in want]
-
-
-def test_the_page_starts_the_server_as_errors_say():
-    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8").replace("\\\n    ", "")
-    assert STREAMED_START.replace("DIRECTORY", "weights/replica-0") in page
-
-
-def test_the_plugin_leaves_an_older_vllm_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", None)
-    assert register() is None
-
-
 @pytest.fixture
 def server():
     with running(kind=StreamServer) as started:
@@ -265,12 +231,17 @@ def either(request):
 def made(server, folder, seconds=5):
     """An engine, and two senders."""
     once = HttpClient(server.url, seconds, Retries(attempts=1))
+
+    def publisher(directory):
+        return StreamPublisher(directory, torch.float32)
+
     if type(server) is SglangStreamServer:
-        engine, kind = make_engine(SglangStreamedEngine, server, folder, dtype=torch.float32), SglangSender
+        sender = SglangSender
+        engine = make_engine(SglangClient, server, folder, publisher=publisher, takes_streams=True)
     else:
-        engine = make_engine(VllmStreamedEngine, server, folder, once=once, dtype=torch.float32)
-        kind = VllmSender
-    return engine, [kind(once, stage, "gloo") for stage in range(2)]
+        sender = VllmSender
+        engine = make_engine(VllmClient, server, folder, publisher=publisher, once=once)
+    return engine, [sender(once, stage, "gloo") for stage in range(2)]
 
 
 def part(stage, seed=0):
@@ -283,7 +254,7 @@ def send(engine, senders, seed=0):
 
     def run(sender, own):
         try:
-            tensors = engine.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
+            tensors = engine.publisher.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
             send_weights(tensors, [sender], BUCKET_BYTES)
         except EngineError as error:
             return str(error)
@@ -313,7 +284,7 @@ def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
     largest = want["lm_head.weight"].nbytes
     assert set(server.buckets) >= {largest}
     assert max(size for size in server.buckets if size != largest) <= BUCKET_BYTES
-    assert [path.name for path in engine.directory.path.glob("*")] == ["config.json"]
+    assert [path.name for path in engine.publisher.directory.path.glob("*")] == ["config.json"]
     assert server.paths().count(server.joins) == 2, "groups are kept"
 
 
@@ -337,14 +308,6 @@ def test_the_order_of_an_update(either, tmp_path):
     found = server.paths()[server.paths().index(first[0]) :]
     assert (found[: len(first)], found[-len(last) :]) == (first, last)
     assert set(found[len(first) : -len(last)]) <= {"/get_world_size", "/get_server_info", server.joins, server.takes}
-
-
-def test_another_trainers_groups_of_sglang_have_names_of_their_own(tmp_path):
-    with running(kind=SglangStreamServer) as server:
-        for version in (3, 4):
-            give(*made(server, tmp_path), version)
-        assert len({body["group_name"] for path, body in server.seen if path == server.joins}) == 4
-        assert {body["abort_all_requests"] for path, body in server.seen if path == "/update_weight_version"} == {False}
 
 
 def test_torchs_own_groups_find_the_sender():
@@ -400,7 +363,7 @@ def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp
 
     threads = []
     engine, _ = made(server, tmp_path, seconds=20)
-    senders = [Watched(engine.once, stage, "gloo") for stage in range(2)]
+    senders = [Watched(engine.client.once, stage, "gloo") for stage in range(2)]
     give(engine, senders, 1)
     for thread in threads:
         thread.join()
@@ -453,28 +416,6 @@ def test_a_process_that_falls_silent_ends_at_the_limit(server, tmp_path):
         pytest.raises(EngineError, match=r"0\.5"),
     ):
         send_weights(part(0), senders[:1], BUCKET_BYTES)
-
-
-UNFIT = {
-    StreamServer: (
-        "/server_info",
-        lambda answer: {"vllm_config": answer["vllm_config"] | {"weight_transfer_config": None}},
-        r"--rollout-weight-transfer.*--weight-transfer-config",
-    ),
-    SglangStreamServer: (
-        "/get_server_info",
-        lambda answer: answer | {"pp_size": 2},
-        r"has 2 pipeline stages.*--pp-size",
-    ),
-}
-
-
-def test_a_server_that_cannot_take_streams_is_told_how_to_start(either, tmp_path):
-    path, change, message = UNFIT[type(either)]
-    either.always[path] = change
-    engine, _ = made(either, tmp_path)
-    with pytest.raises(EngineError, match=message):
-        engine.begin_update(0)
 
 
 def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):

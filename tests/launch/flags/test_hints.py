@@ -34,6 +34,11 @@ def test_an_unknown_flag_gets_a_hint(name):
     assert unknown("flag", name) == f"unknown flag {name!r}: did you mean {HINTS[name]}?"
 
 
+@pytest.mark.parametrize("name", ["load-last-valid", "--load_last_valid", "--no-load-last-valid"])
+def test_a_removed_flag_gets_its_remedy(name):
+    assert unknown("key", name) == f"key {name!r} is gone: name a whole checkpoint with --ckpt-step"
+
+
 @pytest.mark.parametrize(
     "name",
     # Flags of other programs and of none, which only begin like flags here, or share some letters with them.

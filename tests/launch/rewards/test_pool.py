@@ -13,7 +13,6 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from megatron_rc.launch.ending import FOLDER, end_what_scores, mark_of_scores
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rewards.pool import RewardPool, check_loads
 from megatron_rc.launch.rewards.rules import Source
@@ -178,8 +177,6 @@ def test_closing_ends_workers_in_the_middle_of_a_function():
     before = set(psutil.Process().children())
     pool = RewardPool(source("misbehave"), 2, 100.0)
     pool.score([request("fine")] * 4)
-    pool.score([request("detach 4321.5")])
-    assert len(processes_of(["sleep", "4321.5"])) == 1
     workers = set(psutil.Process().children()) - before
     assert len(workers) == 2
     thread = threading.Thread(target=lambda: suppressed(pool, ["sleep 100"] * 5))
@@ -189,7 +186,6 @@ def test_closing_ends_workers_in_the_middle_of_a_function():
     thread.join(SECONDS)
     assert not thread.is_alive()
     assert not [worker for worker in workers if worker.is_running()]
-    wait_for(lambda: not any(map(runs, processes_of(["sleep", "4321.5"]))))
 
 
 def suppressed(pool, responses):
@@ -203,19 +199,15 @@ from megatron_rc.launch.rewards.rules import Source
 pool = RewardPool(Source("count_up", 1, "{USER}:misbehave"), 2, 100.0)
 request = dict(prompt="", label="", record={{}})
 pool.score([dict(request, response="fine")] * 50)
-pool.score([dict(request, response="detach 4321.6")])
 print("loaded", flush=True)
 pool.score([dict(request, response=text) for text in ("sleep 100", "regex")])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux")
-def test_no_worker_outlives_a_trainer_that_is_killed(monkeypatch):
-    """In the middle of a function, even of one that lets no other thread run: one worker each.
-
-    What a function left in a session of its own is ended by the launcher, at the end of the run.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), FOLDER: "/of/this/run"}
+def test_no_worker_outlives_a_trainer_that_is_killed():
+    """In the middle of a function, even of one that lets no other thread run: one worker each."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout.readline() == "loaded\n"
     workers = psutil.Process(parent.pid).children()
@@ -225,13 +217,6 @@ def test_no_worker_outlives_a_trainer_that_is_killed(monkeypatch):
     parent.wait()
     parent.stdout.close()
     wait_for(lambda: not any(map(runs, workers)))
-    monkeypatch.setenv(FOLDER, "/of/this/ru")
-    end_what_scores(mark_of_scores())
-    (detached,) = processes_of(["sleep", "4321.6"])
-    assert runs(detached), "of another run"
-    monkeypatch.setenv(FOLDER, "/of/this/run")
-    end_what_scores(mark_of_scores())
-    wait_for(lambda: not runs(detached))
 
 
 def runs(process):

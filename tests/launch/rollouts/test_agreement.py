@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines.rounding import DTYPES
-from megatron_rc.launch.rollouts.agreement import ROUNDING, judge, lag_distances, tolerance
+from megatron_rc.launch.rollouts.agreement import ROUNDING, lag_distances, tolerance
 from tests.support.recorded_training import flags, run_config
 
 
@@ -31,8 +31,3 @@ def test_distances_by_hand():
 def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
     assert tolerance(run_config(flags(tmp_path, *words))) == limit
     assert set(ROUNDING) == set(DTYPES), "every dtype has a limit"
-
-
-def test_responses_without_two_neighbouring_tokens_tell_nothing():
-    (finding,) = judge({1.0: [0, 0, 0, 0]}, 1.0, 0.1)
-    assert (finding.about, finding.agrees) == ("log-probs", False)

@@ -7,12 +7,9 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
-from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
-from megatron_rc.parallel import ParallelGroups
-from megatron_rc.parallel.groups import group_rank
+from megatron_rc.launch.rollouts.sampler import RolloutSampler
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, recorded_batch, run_config
+from tests.support.recorded_training import flags
 from tests.support.training_runs import LIVE, rows, run_training
 
 EOS = 12
@@ -75,21 +72,6 @@ def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
     assert torch.equal(again.tokens, batch.tokens)
 
 
-def test_the_same_prompts_are_not_drawn_again(tmp_path):
-    made = sampler(tmp_path, "--dynamic-sampling=2")
-    drawn = []
-    problems = made.task.problems
-
-    def counted(start, count, held_out=False):
-        drawn.extend(range(start, start + count))
-        return problems(start, count, held_out)
-
-    made.task.problems = counted
-    for step in range(6):
-        made.sample(step)
-    assert len(drawn) == len(set(drawn)) > 6 * 4
-
-
 def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_path):
     made = sampler(tmp_path, "--advantage-estimator=remax", "--dynamic-sampling=1")
     sampled, plain = made.sample(0), sampler(tmp_path, "--dynamic-sampling=1").sample(0)
@@ -107,22 +89,6 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
     assert sampled.baselines[::GROUP].tolist() == pytest.approx(wanted)
     assert max(wanted) > 0
     assert torch.equal(sampled.baselines, sampled.baselines[::GROUP].repeat_interleave(GROUP))
-
-
-def counted_replaced(words):
-    """What the ranks hear of replicas of which each has replaced a prompt more than the one before, and left two."""
-    groups = ParallelGroups.from_megatron()
-    batch = recorded_batch(0)
-    broadcast = ReplicaBroadcast(run_config(words, 4, engine=False), groups, batch.sampling)
-    is_first = group_rank(groups.pp) == 0
-    sampled = SampledBatch(batch, {"rollout/replaced_prompts": 3 + group_rank(groups.dp), "rollout/flat_prompts": 2})
-    return broadcast.reward_metrics(sampled if is_first else None)
-
-
-def test_what_was_replaced_is_counted_over_all_replicas(ranks, tmp_path):
-    layout = Layout(pp=2, dp=2)
-    for metrics in ranks.run(counted_replaced, layout, flags(tmp_path, *layout.flags())):
-        assert (metrics["rollout/replaced_prompts"], metrics["rollout/flat_prompts"]) == (3 + 4, 2 + 2)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, dp=2)], ids=str)

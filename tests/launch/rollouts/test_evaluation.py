@@ -89,15 +89,6 @@ def test_each_named_file_has_metrics_of_its_own():
     ) == {"aime": 1}
 
 
-def test_responses_that_could_not_be_scored_are_counted(tmp_path):
-    broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], [Outcome(failure="raised ValueError: no"), Outcome(1.0)])
-    sums = sums_by_name([broken, graded(1, 1)], 2, [])
-    assert metrics_of(sums, 2)["eval/reward_errors"] == 1
-    write([broken], config_of(tmp_path), 6)
-    (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
-    assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
-
-
 def test_the_terminal_says_both():
     assert in_words({"eval/exact_match": 0.25, "eval/pass@1": 0.25}) == "held out: 25.0% right"
     several = {"eval/exact_match": 0.25, "eval/pass@1": 0.25, "eval/pass@2": 0.5, "eval/pass@16": 0.75}

@@ -14,7 +14,7 @@ from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.launch.rollouts.test_partial_rollouts import LENGTH, OpenEngine, partial
-from tests.launch.rollouts.test_prefetch import SECONDS, run_with
+from tests.launch.rollouts.test_scheduler import SECONDS, run_with
 from tests.support.partial_rollouts import wait_until
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, run_config
@@ -65,26 +65,6 @@ def test_responses_come_back_to_the_call_that_asked_for_them(made, tmp_path):
     assert through_a_checkpoint(last, made(), tmp_path / "later", 4) == []
 
 
-def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
-    before, after = made(), made()
-    experts = torch.randint(0, 99, (5, 3, 2), dtype=torch.int16)
-    support = torch.tensor([3, 4, 9, 9, 5, 9]).int(), torch.tensor([2, 1, 2, 1]).int()
-    sample = response([3, 9, 9, 9], [4] * 4, routed_experts=experts, support=support)
-    params = SamplingParams(top_p=0.9)
-    before.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0] = sample
-    through_a_checkpoint(before, after, tmp_path / "step", 4)
-    found = after.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0]
-    assert torch.equal(found.routed_experts, experts)
-    assert [one.tolist() for one in found.support] == [one.tolist() for one in support]
-
-
-def test_bad_responses_are_not_kept(made, tmp_path):
-    before = made()
-    bad = [response([], []), response([3, 9, 9, 9], [4] * 4, fault="the log-prob is nan")]
-    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples.update(enumerate(bad))
-    assert through_a_checkpoint(before, made(), tmp_path / "step", 4) == []
-
-
 WHOLE, ENDED = response([3, 9, 9, 9], [3, 3, 4, 4]), response([5, 1], [4, 4], "stop")
 OTHERS = {
     "another-prompt": (WHOLE, [[3, 4, 5], *PROMPTS[1:]], SamplingParams(), LONGEST, 0),
@@ -105,19 +85,6 @@ def test_responses_that_other_flags_would_not_give_are_asked_for_again(
     before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples[0] = sample
     through_a_checkpoint(before, after, tmp_path / "step", 4)
     assert len(after.progress(4, 1, prompts, params, longest, ENDS).samples) == kept
-
-
-def test_responses_that_end_otherwise_now_are_asked_for_again(made, tmp_path):
-    before = made()
-    call = before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS)
-    call.samples.update({0: WHOLE, 1: ENDED, 2: response([7, 1], [4, 4], "stop")})
-    through_a_checkpoint(before, made(), tmp_path / "step", 4)
-    others = {(9, 1): [1, 2], (5,): [0], (1, 7): [0, 1]}
-    for token_ids, kept in others.items():
-        after = made()
-        after.load(tmp_path / "step")
-        found = after.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ResponseEnds(token_ids))
-        assert sorted(found.samples) == kept, token_ids
 
 
 class HalfEngine(OpenEngine):
@@ -170,7 +137,7 @@ def run_half(words, watch, passes):
             made.append(self)
 
     # The threads still wait for weights at the end.
-    with mock.patch("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01):
+    with mock.patch("megatron_rc.launch.rollouts.work_threads.GRACE_SECONDS", 0.01):
         error, *_ = run_with(words, Engine, watch)
     for engine in made:
         engine.load_weights([], 10**9)
@@ -219,23 +186,3 @@ def test_a_resumed_run_asks_for_what_is_missing(ranks, tmp_path, layout, more, s
             assert torch.equal(record.tokens[index, :length], batch.tokens[row])
             assert torch.equal(record.rollout_log_probs[index][mask], batch.rollout_log_probs[row][mask[:length]])
             assert torch.equal(record.policy_versions[index][mask], batch.policy_versions[row][mask[:length]])
-
-
-def test_responses_that_cannot_be_written_are_one_error_on_all_ranks(ranks, tmp_path):
-    words = partial(tmp_path, "--train-iters=9", "--rollout-staleness=2", f"--save={tmp_path}/save", servers=2)
-    found = ranks.run(run_full_disk, Layout(dp=2), [*words, f"--max-response-length={LENGTH}"])
-    for error, _ in found:
-        assert "checkpoint 3 could not be written (cannot write" in error
-        assert "No space left on device" in error
-    assert not list((tmp_path / "save").glob("iter_*"))
-
-
-def run_full_disk(words):
-    """The disk is full when the first engine's rank writes responses."""
-    from safetensors import SafetensorError
-
-    def save_file(*_, **__):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    with mock.patch("safetensors.torch.save_file", save_file):
-        return run_half(words, functools.partial(stop_after, 3), 1)

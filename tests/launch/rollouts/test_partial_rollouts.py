@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.records.rollout import load_rollouts
-from tests.launch.rollouts.test_prefetch import SECONDS, CountingEngine, run_with
+from tests.launch.rollouts.test_scheduler import SECONDS, CountingEngine, run_with
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, save_initial
 from tests.support.training_runs import HELD_OUT, LIVE, rows, without_times

@@ -9,7 +9,7 @@ import torch
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.recorded import (
     RecordedRollouts,
-    check_split_rollouts,
+    _check_split_rollouts,
     find_rollouts,
     write_rollouts,
 )
@@ -81,7 +81,7 @@ def test_a_flag_that_counts_each_row_of_a_rollout_is_refused(tmp_path, flag, is_
     config = run_config(flags(tmp_path, flag), engine=False)
     batch = example()
     rows = torch.arange(batch.num_sequences)
-    check_split_rollouts(dataclasses.replace(batch, rollout_ids=rows), config)
+    _check_split_rollouts(dataclasses.replace(batch, rollout_ids=rows), config)
     split = dataclasses.replace(batch, group_ids=torch.zeros_like(rows), rollout_ids=torch.zeros_like(rows))
     with contextlib.nullcontext() if is_taken else pytest.raises(ValueError, match=flag.replace("=", " ")):
-        check_split_rollouts(split, config)
+        _check_split_rollouts(split, config)

@@ -13,7 +13,6 @@ from megatron_rc.launch.flags.checks import task as task_checks
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rewards import rewarder
 from megatron_rc.launch.rewards.outcome import Outcome
-from megatron_rc.launch.rewards.rewarder import RewardError
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
 from megatron_rc.launch.rollouts.turns import converse
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
@@ -56,7 +55,7 @@ def talk(engine, replies, prompts=((2, 3), (2,)), **limits):
 
 def test_turns_and_observations_are_appended_token_by_token():
     engine = Scripted([(5, EOS), (6, EOS)], [(7, 8, EOS)], [(9, EOS)])
-    found, asked = talk(engine, [[([20, 21], 0.5), (None, 2.0)], [([22], 0.25)], [([23], 0.125)]], most=3, room=90)
+    found, asked = talk(engine, [[([20, 21], 0.5), (None, 2.0)], [([22], 0.25)], [([23], 0.125)]], max_turns=3, room=90)
     long, short = found
     assert long.token_ids == [5, EOS, 20, 21, 7, 8, EOS, 22, 9, EOS], "no turn follows the last observation"
     assert long.sampled == [True, True, False, False, True, True, True, False, True, True]
@@ -83,7 +82,7 @@ def test_a_conversation_ends_where_no_whole_turn_has_room():
     for room, is_cut in ((5, [True, True]), (6, [True, False]), (7, [False, False])):
         goes_on = 2 - sum(is_cut)
         engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)] * goes_on)
-        found, _ = talk(engine, [[([20] * 3, 0.5)] * 2, [(None, 0.0)] * goes_on], most=2, room=room)
+        found, _ = talk(engine, [[([20] * 3, 0.5)] * 2, [(None, 0.0)] * goes_on], max_turns=2, room=room)
         assert [one.is_cut for one in found] == is_cut
         assert [one.finish_reason for one in found] == ["length" if cut else "stop" for cut in is_cut]
         assert [len(one.token_ids) for one in found] == [2 if cut else 7 for cut in is_cut]
@@ -92,7 +91,7 @@ def test_a_conversation_ends_where_no_whole_turn_has_room():
 
 def test_a_turn_without_an_end_and_a_dropped_one_get_no_reply():
     engine = Scripted([(5, EOS), (6, EOS), (6, 6)], [Sample([], [], "abort"), (6, 6)])
-    found, asked = talk(engine, [[([20], 1.0), ([20], 1.0)]], [(2,)] * 3, most=5, room=90)
+    found, asked = talk(engine, [[([20], 1.0), ([20], 1.0)]], [(2,)] * 3, max_turns=5, room=90)
     assert asked == [[0, 1]]
     assert [one.finish_reason for one in found] == ["abort", "length", "length"]
     assert [one.token_ids for one in found] == [[], [6, EOS, 20, 6, 6], [6, 6]], "a dropped turn drops its response"
@@ -109,7 +108,7 @@ def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
     kept = [(torch.tensor([5, 9, EOS]).int(), torch.tensor([2, 1]).int()), (torch.tensor([7]), torch.tensor([1, 0]))]
     first = turn(5, EOS, versions=[3, 4], support=kept[0], routed_experts=read(0, 2 + 2 - 1))
     second = turn(7, EOS, versions=[4, 5], support=kept[1], routed_experts=read(1, 2 + 2 + 1 + 2 - 1))
-    (found,), _ = talk(Scripted([first], [second]), [[([20], 0.0)], [(None, 0.0)]], [(2, 3)], most=2, room=90)
+    (found,), _ = talk(Scripted([first], [second]), [[([20], 0.0)], [(None, 0.0)]], [(2, 3)], max_turns=2, room=90)
     assert found.versions == [3, 4, 4, 5]
     ids, counts = found.support
     assert (ids.tolist(), counts.tolist()) == ([5, 9, EOS, 7], [2, 1, 1, 0])
@@ -224,20 +223,6 @@ def test_replies_that_are_none(game, tmp_path, name, words):
     sampled = game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}{name}")
     assert sampled.counts["reward/errors"] == 4
     assert {line["error"] for line in lines(tmp_path)} == {words}
-
-
-def test_a_reply_may_give_token_ids_and_a_reward(game):
-    sampled = game([[1, 2, 3, 4], [7] * 4], "--max-turns=2", f"--reply={REPLY}paid", "--reward=exact")
-    assert sampled.batch.tokens[:, 3].tolist() == [ASKED] * 4
-    assert sampled.batch.rewards.tolist() == [1 / 4 + 7 / 4, 2 / 4 + 7 / 4, 3 / 4 + 7 / 4, 4 / 4 + 7 / 4]
-    early = torch.zeros(4, 16)
-    early[:, 2] = torch.tensor([1, 2, 3, 4]) / 4  # the end of the first turn
-    assert torch.equal(sampled.batch.turn_rewards, early)
-
-
-def test_stopping_at_a_failed_reply(game):
-    with pytest.raises(RewardError, match=r"--reply .*number gave 5, .*--reward-errors continue"):
-        game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}number", "--reward-errors=stop")
 
 
 def test_evaluations_converse_too(game, tmp_path):

@@ -15,14 +15,14 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.stopping import StopRequest
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags
 from tests.support.training_runs import LIVE, rows, run_training, without_times
 
 LAYOUT = Layout(dp=2)
 FOREVER = 300
 # Before the first rollout the engine is asked for the check of its weights.
-ROLLOUT_0, ROLLOUT_1 = 2, 3
+ROLLOUT_1 = 3
 
 
 class SlowEngine:
@@ -82,21 +82,19 @@ def test_a_signal_ends_a_long_rollout_and_keeps_the_steps(ranks, tmp_path, signa
     assert without_times(tmp_path) == without_times(whole)
 
 
-KEPT = "; checkpoint 1 in {}/save holds the steps before that"
 GIVEN_UP = {
-    "too-slow": (1, None, f"it did not end in 0.02 minutes (--rollout-wait-minutes){KEPT}"),
-    "dead": (1, "no answer in 60 s", f"no answer in 60 s{KEPT}"),
-    "nothing-to-keep": (0, "gone", "gone"),
+    "too-slow": (None, r"step 1 failed: it did not end in 0\.02 minutes \(--rollout-wait-minutes\)"),
+    "dead": ("no answer in 60 s", "step 1 failed: TimeoutError: no answer in 60 s"),
 }
 
 
-@pytest.mark.parametrize(("step", "error", "sentence"), GIVEN_UP.values(), ids=GIVEN_UP)
-def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, step, error, sentence):
-    words, slow = words_of(tmp_path, *["--rollout-wait-minutes=0.02"] * step), (ROLLOUT_0, ROLLOUT_1)[step]
-    found = ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=slow, error=error))
-    said = f"AgreedError: the rollout of step {step} failed: TimeoutError: {sentence.format(tmp_path)}"
-    assert {said for said, _ in found} == {said}
-    assert iterations(tmp_path / "save") == [1] * step
+@pytest.mark.parametrize(("error", "sentence"), GIVEN_UP.values(), ids=GIVEN_UP)
+def test_an_engine_that_is_given_up_ends_its_rank(ranks, tmp_path, error, sentence):
+    """The other rank waits; the end of the process, which is not seen here, ends it."""
+    words = [*words_of(tmp_path), "--rollout-wait-minutes=0.02"]
+    with pytest.raises(RankFailure, match=f"rank 1 of 2:[^$]*EngineError: the rollout of {sentence}"):
+        ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=ROLLOUT_1, error=error))
+    assert [row["step"] for row in rows(tmp_path)] == [1]
 
 
 def meet_twice(words):
@@ -126,24 +124,8 @@ def start_where_an_engine_fails(words):
         return run_training(words)
 
 
-def test_an_engine_that_does_not_start_on_one_replica_ends_all_alike(ranks, tmp_path):
-    words = words_of(tmp_path, "--rollout-wait-minutes=0.02")
-    sentence = "AgreedError: the start of the engines failed: OSError: no port is free"
-    assert ranks.run(start_where_an_engine_fails, LAYOUT, words) == [sentence, sentence]
-
-
-class StoppingEngine(SlowEngine):
-    """Its rank is told to stop while it gets weights."""
-
-    def load_weights(self, weights, version):
-        super().load_weights(weights, version)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_run_that_goes_on_is_stopped_before_its_first_step(ranks, tmp_path):
-    """While the engines get the weights of what was under way again."""
-    words = words_of(tmp_path, "--rollout-staleness=2")
-    first = ranks.run(run_slowly, LAYOUT, [*words, "--train-iters=1"], SlowEngine(0, slow=None))
-    stopped = ranks.run(run_slowly, LAYOUT, words, StoppingEngine(0, slow=None))
-    assert [error for error, _ in first + stopped] == [None] * 4
-    assert [row["step"] for row in rows(tmp_path)] == [1]
+def test_an_engine_that_does_not_start_ends_its_rank(ranks, tmp_path):
+    with pytest.raises(
+        RankFailure, match=r"rank 1 of 2:[^$]*the start of the engines failed: OSError: no port is free"
+    ):
+        ranks.run(start_where_an_engine_fails, LAYOUT, words_of(tmp_path))

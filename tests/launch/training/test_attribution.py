@@ -19,7 +19,6 @@ from megatron_rc.attribution.names import model_order
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.launch.training.test_one_pass import in_float64
 from tests.support import training_cases, training_oracle
-from tests.support.published_models import MODELS, save_random, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, make_trainer
 from tests.support.recorded_training import flags as flags_of_run
@@ -404,40 +403,3 @@ def test_the_launchers_rounding_is_that_of_whole_weights(ranks, tmp_path):
                 dimension = next(dim for dim in range(2) if shard.shape[dim] != whole.shape[dim])
                 whole = training_cases.cut_weight(name, whole, dimension, 2)[rank]
             assert torch.equal(shard, whole), name
-
-
-# The engine's weights in files
-
-
-def weights_in_files(words_of_trainer, words_of_engine, folder, checkpoints):
-    """Whether the weights that were read are the engine's, and the trainer's are untouched; by kind of file."""
-    from megatron_rc.launch.training.attribution import read_engine_weights
-    from megatron_rc.launch.training.checkpoints.load import read_weights, start_from
-
-    engine = make_trainer([*words_of_engine, f"--save={checkpoints}"])
-    engine.save()
-    trainer = make_trainer(words_of_trainer)
-    config, chunks = trainer.config, trainer.chunks
-    before = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
-    expected = {shard.name: shard.weight for shard in megatron_shards(engine.model)}
-    results = []
-    for read in (
-        functools.partial(start_from, folder, "--engine-weights", config, trainer.groups),
-        functools.partial(read_weights, checkpoints, config, "--engine-weights"),
-    ):
-        weights = read_engine_weights(config, chunks, read)
-        after = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        is_read = weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in expected)
-        is_untouched = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-        differs = any(not torch.equal(weights[shard.name], shard.weight) for shard in megatron_shards(trainer.model))
-        results.append((is_read, is_untouched, differs))
-    return results
-
-
-def test_the_engines_weights_are_read_from_a_directory_or_a_checkpoint(ranks, tmp_path):
-    layout, words = Layout(tp=2, pp=2), []
-    for name, seed in (("trainer", 0), ("engine", 1)):
-        save_random(MODELS["llama"], tmp_path / name, seed)
-        words.append(words_of(tmp_path / name, layout, f"--runs-dir={tmp_path}/runs"))
-    for results in ranks.run(weights_in_files, layout, *words, tmp_path / "engine", tmp_path / "checkpoints"):
-        assert results == [(True, True, True)] * 2

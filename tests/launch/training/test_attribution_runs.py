@@ -31,6 +31,7 @@ def steps_of(ranks, folder, layout, model, *more):
 )
 def test_a_rounded_engines_mismatch_is_in_its_weights(ranks, tmp_path, layout, model, more):
     found = steps_of(ranks, tmp_path, layout, model, *more, *ATTRIBUTED)
+    assert (tmp_path / "run" / "attribution.png").read_bytes().startswith(b"\x89PNG")
     shares = [{name: value for name, value in row.items() if name.startswith("attribution/")} for row in found]
 
     # Steps 1 and 3 begin at a multiple of the interval.

@@ -13,11 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checks.step_checks import BadStepError, LeftOut, StepChecks
-from megatron_rc.launch.training.reporting.run_page.page import page_data
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
@@ -121,7 +120,6 @@ def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
     assert first == second[0]
     assert first.startswith("BadStepError: the gradient norm of step 2 is inf: the step was not made")
     assert left == {}
-    assert page_data(tmp_path / "run")["ending"].startswith("failed after step 1: the gradient norm of step 2 is inf")
     assert [row["step"] for row in rows(tmp_path)] == [1]
     assert [path.name for path in sorted((tmp_path / "run" / "bad").iterdir())] == [
         *("step-0000001-replica-0000.safetensors", "step-0000001.jsonl")
@@ -131,7 +129,7 @@ def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
     (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*words, *more], [1, 2, 3])
     assert first == second[0]
     assert first.startswith(
-        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf: the step was not"
+        "RunError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf: the step was not"
     )
     assert first.endswith("--max-skipped-steps 2 allows no more")
     assert left == {1: True, 2: True}
@@ -146,14 +144,12 @@ def test_steps_that_were_left_out_are_counted_over_a_resume(ranks, tmp_path):
     ((error, *_),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=2"], [1])
     assert error is None
     ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=4"], [2])
-    assert error.startswith(
-        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf"
-    )
+    assert error.startswith("RunError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf")
     assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 1, 2]
-    # What the error leaves is gone on from as well; the next step is made.
+    # The steps after the last checkpoint are made again.
     ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=4"], [])
     assert error is None
-    assert "finished at step 4 (2 steps left out), saved to" in said
+    assert "finished at step 4 (1 steps left out), saved to" in said
 
 
 @pytest.mark.parametrize(
@@ -163,7 +159,7 @@ def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, en
     words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--no-skip-steps-without-signal", f"--train-iters={end}")
     words += ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12"]
     (error,) = ranks.run(run_training, Layout(), words)
-    assert error.startswith("AgreedError: ")
+    assert error.startswith("RunError: ")
     assert message in error
     assert len(rows(tmp_path)) == steps
 
@@ -177,7 +173,7 @@ def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
     words = [*shlex.split(command.replace("\\\n", " ")), *ONE_PROCESS, f"--runs-dir={tmp_path}", "--run-name=run"]
     words += ["--lr=1e4", "--train-iters=8"]
     (error,) = ranks.run(run_training, Layout(), words)
-    assert error.startswith("AgreedError: the last 6 steps left the model as it was (their gradient was 0: a model")
+    assert error.startswith("RunError: the last 6 steps left the model as it was (their gradient was 0: a model")
     assert len(rows(tmp_path)) == 7
 
 
@@ -257,12 +253,13 @@ def test_steps_of_the_critic_alone_are_none_that_change_nothing(tmp_path):
     config = run_config(flags(tmp_path, "--grpo-iterations=1"))
     config = dataclasses.replace(config, critic=SimpleNamespace(num_critic_only_steps=8))
     trainer = SimpleNamespace(config=config, iteration=0, left_out=LeftOut())
-    judge, complaints = BadSteps(config, trainer, None), []
-    for _ in range(14):
+    judge = BadSteps(config, trainer, None)
+    for _ in range(13):
         trainer.iteration += 1
-        complaints.append(judge.complaint({"lr": 0.1}))
-    assert complaints[:13] == [None] * 13
-    assert complaints[13].startswith("the last 6 steps left the model as it was")
+        judge.check({"lr": 0.1})
+    trainer.iteration += 1
+    with pytest.raises(RunError, match="the last 6 steps left the model as it was"):
+        judge.check({"lr": 0.1})
 
 
 def checked(words, losses, norms):
@@ -298,12 +295,3 @@ def test_megatrons_checks_of_a_step(ranks, tmp_path, more, losses, norms, messag
     words = flags(tmp_path, *more.split(), *Layout(dp=2).flags())
     said = agreed(ranks.run(checked, Layout(dp=2), words, losses, norms))
     assert said is message is None or said.startswith(message)
-
-
-def test_a_run_does_not_read_bad_batches_where_it_writes_them(tmp_path):
-    """A new run sets those of the old one aside."""
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}/other/../run/bad", "--train-iters=2", "--run-name")
-    with pytest.raises(ConfigurationError, match=r"--load-rollouts .*--run-name .*run$"):
-        run_config([*words, "run"])
-    with pytest.raises(ConfigurationError, match="no such folder"):
-        run_config([*words, "other"])

@@ -107,12 +107,16 @@ def test_the_factor_lies_between_zero_and_one(tmp_path, rule, power):
     ("words", "message"),
     [
         (["--lr-ess-scaling=cube"], "--lr-ess-scaling"),
-        (["--lr-ess-base=0.5"], "--lr-ess-base .*--lr-ess-scaling"),
         (["--lr-ess-scaling=sqrt", "--lr-ess-base=0"], "--lr-ess-base"),
         (["--lr-ess-scaling=sqrt", "--lr-ess-base=1.5"], "--lr-ess-base"),
-        (["--stop-if=lr_ess < 0.1"], "--stop-if .*does nothing without --lr-ess-scaling"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(tmp_path, words, message):
     with pytest.raises(ConfigurationError, match=message):
         run_config(flags(tmp_path, *words), engine=False)
+
+
+def test_the_base_alone_does_nothing_and_is_named(tmp_path, caplog):
+    config = run_config(flags(tmp_path, "--lr-ess-base=0.5"), engine=False)
+    assert config.schedule == run_config(flags(tmp_path), engine=False).schedule
+    assert "--lr-ess-base 0.5 (needs --lr-ess-scaling)" in caplog.text

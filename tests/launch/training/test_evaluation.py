@@ -10,9 +10,9 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.parallel import ParallelGroups
 from tests.support.documented import undocumented
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags
-from tests.support.training_runs import HELD_OUT, agreed, rows, run_training, run_until_signal
+from tests.support.training_runs import HELD_OUT, rows, run_training, run_until_signal
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,6 @@ def evaluate_pupil(words, known, guessed=()):
     return metrics, pupil.asked, set(pupil.sampling)
 
 
-def failed_evaluation(words):
-    from megatron_rc.launch.distributed import AgreedError
-
-    with pytest.raises(AgreedError) as error:
-        evaluate_pupil(words, {})
-    return str(error.value)
-
-
 def first_problems(count):
     """The problems, and their prompts as the engine sees them."""
     task = make_task("python:tests.support.user_rewards:Doubles", 1234)
@@ -173,5 +165,5 @@ def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "eval").write_text("in the way")
     words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
-    said = agreed(ranks.run(failed_evaluation, Layout(dp=2), words))
-    assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in said
+    with pytest.raises(RankFailure, match=r"eval/step-0000006\.jsonl cannot be written \(File exists\): make room"):
+        ranks.run(evaluate_pupil, Layout(dp=2), words, {})

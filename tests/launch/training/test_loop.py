@@ -1,6 +1,7 @@
 """The training loop on the ranks of the pool: resumption, failures on one rank, steps that must not be made."""
 
 import math
+import re
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -13,7 +14,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.reporting import metrics_file
 from megatron_rc.parallel import ParallelGroups
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch
 from tests.support.training_runs import (
     LIVE,
@@ -62,15 +63,14 @@ def run_with_metrics_in_place(words):
         return run_training(words)
 
 
-def test_a_full_disk_under_the_metrics_is_one_error_on_all_ranks(ranks, tmp_path):
+def test_a_full_disk_under_the_metrics_is_one_sentence(ranks, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
-    layout = Layout(tp=2)
-    messages = ranks.run(run_with_metrics_in_place, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=3"))
-    assert set(messages) == {
-        f"AgreedError: the metrics in {tmp_path}/run cannot be written (No space left on device): make room, or choose "
-        "another --runs-dir"
-    }
+    (message,) = ranks.run(run_with_metrics_in_place, Layout(), flags(tmp_path, *LIVE, "--train-iters=3"))
+    assert message == (
+        f"ConfigurationError: the metrics in {tmp_path}/run cannot be written (No space left on device): make room, "
+        "or choose another --runs-dir"
+    )
 
 
 class BrokenEngine:
@@ -97,8 +97,7 @@ class BrokenEngine:
 
 
 def run_broken(words, fault):
-    """Sync and sample with an engine that fails on one replica; the error of each rank."""
-    from megatron_rc.launch.distributed import AgreedError
+    """Sync and sample with an engine that fails on one replica; the sum of the log-probs on each rank."""
     from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.trainer import Trainer
 
@@ -107,12 +106,9 @@ def run_broken(words, fault):
     engine = BrokenEngine(fault, torch.distributed.get_rank(groups.dp))
     collector = RolloutCollector(config, task, groups, engine)
     trainer = Trainer(config, groups)
-    try:
-        collector.sync_weights(trainer.chunks, 0)
-        batch = collector.collect(0)
-        return batch.rollout_log_probs[batch.response_mask].sum().item()
-    except AgreedError as error:
-        return str(error)
+    collector.sync_weights(trainer.chunks, 0)
+    batch = collector.collect(0)
+    return batch.rollout_log_probs[batch.response_mask].sum().item()
 
 
 FAULTS = {
@@ -125,10 +121,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_engine_that_fails_on_one_rank_ends_all_alike(ranks, tmp_path, fault):
-    layout = Layout(pp=2, dp=2)
-    message = agreed(ranks.run(run_broken, layout, flags(tmp_path, *SHORT, *layout.flags()), fault))
-    assert message.startswith(FAULTS[fault])
+def test_an_engine_that_fails_is_one_sentence_of_its_rank(ranks, tmp_path, fault):
+    layout = Layout(dp=2)
+    with pytest.raises(RankFailure, match=f"(?m)Error: {re.escape(FAULTS[fault])}"):
+        ranks.run(run_broken, layout, flags(tmp_path, *SHORT, *layout.flags()), fault)
 
 
 def test_every_rank_of_a_replica_gets_the_records(ranks, tmp_path):
@@ -178,7 +174,7 @@ def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layo
 
 
 def train_on_bad_data(words):
-    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.errors import RunError
 
     trainer = make_trainer(words)
     batch = recorded_batch(0)
@@ -188,7 +184,7 @@ def train_on_bad_data(words):
     before = weights_of(trainer.chunks)
     try:
         trainer.update(trainer.prepare(replace(batch, rollout_log_probs=log_probs)), 0)
-    except AgreedError as error:
+    except RunError as error:
         return str(error), row, position, equal(before, weights_of(trainer.chunks))
 
 

@@ -119,7 +119,7 @@ def test_ranks_with_other_files_end_together(ranks, tmp_path):
         path.write_text(json.dumps({"prompt": "1 1 ", "label": label}))
     ended = ranks.run(run_with_own_file, LAYOUT, [str(path) for path in paths], tmp_path)
     assert ended[0] == ended[1]
-    assert re.match("AgreedError: .*--prompt-data and --eval-data differ between machines", ended[0])
+    assert re.match("RunError: .*--prompt-data and --eval-data differ between machines", ended[0])
 
 
 def run_with_cache(words, cache):

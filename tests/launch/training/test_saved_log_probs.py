@@ -5,11 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, agreed, rows, run_training
+from tests.support.training_runs import LIVE, rows, run_training
 
 pytestmark = pytest.mark.ranks
 # The engine's weights are the trainer's: it is another program that computes the same log-probs.
@@ -95,31 +94,27 @@ def train_with_a_bad_step(words):
         return run_training(words)
 
 
-def test_a_record_that_is_gone_ends_all_alike(ranks, tmp_path):
-    layout = Layout(dp=2)
-    words = flags(tmp_path, *LIVE, *EXACT, *layout.flags(), f"--save-rollouts={tmp_path}/records")
-    message = agreed(ranks.run(train_without_records, layout, words))
-    assert "--save-log-probs: " in message
-    assert "replica-0001.safetensors is missing: expected a file of rollouts" in message
+def test_a_record_that_is_gone_is_one_sentence(ranks, tmp_path):
+    words = flags(tmp_path, *LIVE, *EXACT, f"--save-rollouts={tmp_path}/records")
+    (message,) = ranks.run(train_without_records, Layout(), words)
+    assert message.startswith("RunError: --save-log-probs: ")
+    assert "replica-0000.safetensors is missing: expected a file of rollouts" in message
 
 
 def train_without_records(words):
     from megatron_rc.launch.rollouts import collector
 
-    write = collector.write_rollouts
-
-    def nothing(batch, folder, step, replica):
-        if replica == 0:
-            write(batch, folder, step, replica)
-
-    with mock.patch.object(collector, "write_rollouts", nothing):
+    with mock.patch.object(collector, "write_rollouts"):
         return run_training(words)
 
 
-def test_the_flag_needs_the_last_step_on_a_batch(tmp_path):
+def test_the_flag_needs_the_last_step_on_a_batch(tmp_path, caplog):
     words = [f"--save-rollouts={tmp_path}/records", "--save-log-probs", "--grpo-iterations=3"]
     config = run_config(flags(tmp_path, *words, "--train-iters=100"))
     steps = config.updates_per_rollout
-    run_config(flags(tmp_path, *words, f"--train-iters={steps}"))
-    with pytest.raises(ConfigurationError, match=rf"--save-log-probs .*--train-iters {steps - 1}: .*{steps}"):
-        run_config(flags(tmp_path, *words, f"--train-iters={steps - 1}"))
+    assert run_config(flags(tmp_path, *words, f"--train-iters={steps}")).rollouts.save_log_probs
+    assert not caplog.text
+
+    fewer = run_config(flags(tmp_path, *words, f"--train-iters={steps - 1}"))
+    assert not fewer.rollouts.save_log_probs
+    assert "--save-log-probs (needs --train-iters of a whole rollout batch)" in caplog.text

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-import yaml
 
 from megatron_rc import correct_rollouts
-from megatron_rc.doctor.other_words import settings_lines
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.support.tables import table
 from tests.support.translated import reads
@@ -30,7 +28,7 @@ READ = """
 - | rollout_is: null
 use: false, min: 0.5 | rollout_is: null | truncated_importance_sampling_ratio_min=0.5 dropped
 use: true, by_sequence: true, min: 0.5 | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED
-    | truncated_importance_sampling_ratio_min=0.5 dropped
+    | truncated_importance_sampling_ratio_min=0.5 dropped | also selects GSPO
 use: true, type: tis, max: 2.0, min: 0.0 | rollout_is: token, rollout_is_threshold: 2.0
 use: true, max: 3.0 | rollout_is: token, rollout_is_threshold: 3.0 | without a type: 'tis'
 use: true, type: seq-mask-tis, max: 1.002, min: 0.999
@@ -70,11 +68,21 @@ def test_equal_bounds_are_legal(kind):
     assert RolloutCorrectionConfig.from_dict(given, "nemo-rl").is_bounds == (1.0, 1.0)
 
 
-def test_a_setting_of_two_algorithms_is_printed_for_both():
-    config = RolloutCorrectionConfig.from_dict(ERROR, "nemo-rl")
-    lines = settings_lines(config, "nemo-rl")
-    assert lines[0] == "grpo:  # in a run of ppo: ppo"
-    assert yaml.safe_load("\n".join(lines))["grpo"] == {"seq_logprob_error_threshold": 2.0}
+def test_gspo_and_its_kl_are_named():
+    """Both change the loss, and are no part of the correction."""
+    given = {"loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}}
+    config = RolloutCorrectionConfig.from_dict(given, "nemo-rl")
+    assert config.rollout_is is None
+    assert any("--policy-loss gspo --loss-aggregation seq-mean-token-mean" in note for note in config.notes)
+    given = {"loss_fn": {"use_importance_sampling_correction": True, "reference_policy_kl_type": "k3"}}
+    assert any("--kl-estimator k3+" in note for note in RolloutCorrectionConfig.from_dict(given, "nemo-rl").notes)
+
+
+def test_a_setting_that_a_newer_release_adds_is_a_warning():
+    """NeMo-RL#2269 proposes this one."""
+    given = {"loss_fn": {"use_importance_sampling_correction": True, "is_correction_level": "token"}}
+    with pytest.warns(UserWarning, match="'is_correction_level'"):
+        assert RolloutCorrectionConfig.from_dict(given, "nemo-rl").rollout_is == "token"
 
 
 def test_that_rejection_is_nemo_rls():

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from megatron_rc.launch.checkpoint_folders import iteration_folder
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.checkpoints.test_saving import SMALL, steps
 from tests.support.fused_adam import fused_adam
@@ -15,11 +16,13 @@ from tests.support.recorded_training import (
     SEQUENCES,
     flags,
     make_trainer,
+    recorded_batch,
     refusal,
+    run_config,
     save_initial,
     share,
 )
-from tests.support.training_runs import agreed
+from tests.support.refusals import refused
 
 GOING_ON = ["--num-layers=2", "--micro-batch-size=8", "--lr-decay-style=linear", "--lr-decay-iters=10", "--min-lr=1e-4"]
 
@@ -34,12 +37,12 @@ def stopped(ranks, tmp_path_factory):
 
 
 OTHER = {
-    "--lr=2e-3": "was written with --lr 0.001, this run has 0.002: give the same, or --override-opt-param-sched",
-    "--min-lr=0": "was written with --min-lr 0.0001, this run has 0.0",
-    "--lr-decay-iters=11": "was written with --lr-decay-iters 10, this run has 11 (by default --train-iters)",
-    "--lr-warmup-iters=3": "was written with --lr-warmup-iters 0, this run has 3",
-    "--lr-decay-style=cosine": "was written with --lr-decay-style linear, this run has cosine",
-    "--weight-decay=0.1": "was written with --weight-decay 0.0, this run has 0.1",
+    "--lr=2e-3": "value 0.001 for learning rate do not match",
+    "--min-lr=0": "value 0.0001 for minimum learning rate do not match",
+    "--lr-decay-iters=11": "value 10 for total number of iterations do not match",
+    "--lr-warmup-iters=3": "value 0 for warmup iterations do not match",
+    "--lr-decay-style=cosine": "value linear for learning rate decay style do not match",
+    "--weight-decay=0.1": "value 0.0 for start weight decay do not match",
     "--adam-beta2=0.9": "was written with --adam-beta2 0.999, this run has 0.9",
     "--adam-eps=1e-6": "was written with --adam-eps 1e-08, this run has 1e-06",
 }
@@ -48,30 +51,83 @@ OTHER = {
 @pytest.mark.parametrize(("other", "message"), OTHER.items(), ids=list(OTHER))
 def test_another_schedule_is_refused(ranks, stopped, other, message):
     folder, words = stopped
-    (said,) = ranks.run(refusal, Layout(), [*words, f"--load={folder}", other])
-    assert f"checkpoint 2 {message}" in said
+    (error,) = ranks.run(refusal, Layout(), [*words, f"--load={folder}", other])
+    assert error.startswith(f"--load {folder}: checkpoint 2")
+    assert message in error
+    assert "--override-opt-param-scheduler" in error
 
 
 def test_another_schedule_overrides_the_checkpoints_or_is_left_alone(ranks, stopped):
     """Overridden, the third step has the numbers of a run that had them from its beginning."""
     folder, words = stopped
-    load, other = [*words, f"--load={folder}"], [*words, *OTHER]
+    load = [*words, f"--load={folder}"]
     ((_, before),) = ranks.run(steps, Layout(), load, 1, False)
-    ((_, from_the_start),) = ranks.run(steps, Layout(), other, 3, False)
+    ((_, from_the_start),) = ranks.run(steps, Layout(), [*words, *OTHER], 3, False)
     load = [*load, *OTHER]
     assert ranks.run(steps, Layout(), [*load, "--use-checkpoint-opt-param-scheduler"], 1, False) == [(3, before)]
     assert ranks.run(steps, Layout(), [*load, "--override-opt-param-scheduler"], 1, False) == [(3, from_the_start)]
-    assert all(mine != theirs for mine, theirs in zip(from_the_start, before, strict=True))
+
+
+def test_a_constant_rate_goes_on_for_longer(ranks, tmp_path):
+    words = flags(tmp_path, *SMALL, "--lr-decay-style=constant")
+    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
+    assert ranks.run(refusal, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=200"]) == [None]
+
+
+def test_the_schedule_goes_on_without_the_optimizer(ranks, stopped):
+    folder, words = stopped
+    words = [*words, f"--load={folder}"]
+    with_optimizer, without = (
+        ranks.run(steps, Layout(), [*words, *more], 1, False) for more in ([], ["--no-load-optim"])
+    )
+    assert with_optimizer == without
+    ((_, (lr, *_)),) = ranks.run(steps, Layout(), [*words, "--finetune"], 1, False)
+    assert lr == pytest.approx(1e-3 - 1 / 10 * (1e-3 - 1e-4))
+
+
+def go_back(words):
+    """Make the second step once more, from the first one's checkpoint, and save it; return both steps' numbers."""
+    trainer = make_trainer(words)
+    begun = trainer.iteration
+    trainer.update(trainer.prepare(recorded_batch(1)), 0)
+    trainer.save()
+    return begun, trainer.iteration
+
+
+def reached(words):
+    """Return the step that a trainer begins at."""
+    return make_trainer(words).iteration
+
+
+def test_an_older_checkpoint_can_be_gone_on_from(ranks, tmp_path):
+    """Its next save takes the place of the newer one, which the tracker names until then."""
+    words = flags(tmp_path, *SMALL)
+    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    ranks.run(steps, Layout(), [*words, files[0]], 2)
+    with refused(f"--ckpt-step 3 | --load {tmp_path}/save | it has 1, 2"):
+        run_config([*words, files[1], "--ckpt-step=3"], 1)
+    assert ranks.run(reached, Layout(), [*words, *files]) == [2]
+    assert ranks.run(go_back, Layout(), [*words, *files, "--ckpt-step=1"]) == [(1, 2)]
+    assert ranks.run(reached, Layout(), [*words, *files]) == [2]
+
+
+def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, tmp_path):
+    """A run that is killed before the new one has its name leaves the old one beside it."""
+    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
+    ranks.run(steps, Layout(), words, 1)
+    folder = iteration_folder(tmp_path / "save", 1)
+    folder.rename(folder.with_suffix(".replaced"))
+    assert ranks.run(reached, Layout(), words) == [1]
 
 
 def grad_norms(words, batches, fused):
     """The gradient norms of a step on each batch; the last is saved if asked for."""
     with fused_adam() if fused else contextlib.nullcontext():
         trainer = make_trainer(words)
-        found = [trainer.update(trainer.prepare(share(trainer, index)), 0)["grad_norm"] for index in batches]
+        norms = [trainer.update(trainer.prepare(share(trainer, index)), 0)["grad_norm"] for index in batches]
         if trainer.config.checkpoints.save:
             trainer.save()
-    return found
+    return norms
 
 
 @pytest.mark.parametrize("more", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["plain", "distributed"])
@@ -87,71 +143,19 @@ def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more)
             assert first + later == pytest.approx(expected, rel=1e-2 if more else 1e-5), (before, after)
 
 
-def test_the_schedule_goes_on_without_the_optimizer(ranks, stopped):
-    folder, words = stopped
-    words = [*words, f"--load={folder}"]
-    with_optimizer, without = (
-        ranks.run(steps, Layout(), [*words, *more], 1, False) for more in ([], ["--no-load-optim"])
-    )
-    assert with_optimizer == without
-    ((_, (lr, *_)),) = ranks.run(steps, Layout(), [*words, "--finetune"], 1, False)
-    assert lr == pytest.approx(1e-3 - 1 / 10 * (1e-3 - 1e-4))
-
-
-def test_the_default_of_the_decay_is_the_run(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, "--lr-decay-style=linear", "--train-iters=4")
-    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
-    words += [f"--load={tmp_path}/save", "--train-iters=8"]
-    (said,) = ranks.run(refusal, Layout(), words)
-    assert "with --lr-decay-iters 4, this run has 8 (by default --train-iters): add --lr-decay-iters 4," in said
-    assert ranks.run(refusal, Layout(), [*words, "--lr-decay-iters=4"]) == [None]
-
-
-def test_a_constant_rate_goes_on_for_longer_unless_its_warm_up_is_a_share_of_the_run(ranks, tmp_path):
-    words, share_of_run = flags(tmp_path, *SMALL, "--lr-decay-style=constant"), "--lr-warmup-fraction=0.5"
-    for more in ([], [share_of_run]):
-        ranks.run(save_initial, Layout(), [*words, *more, f"--save={tmp_path}/save{len(more)}"])
-    longer = [*words, "--train-iters=200"]
-    assert ranks.run(refusal, Layout(), [*longer, f"--load={tmp_path}/save0"]) == [None]
-    longer += [f"--load={tmp_path}/save1"]
-    (said,) = ranks.run(refusal, Layout(), [*longer, share_of_run])
-    assert "was written with --lr-warmup-iters 50.0, this run has 100.0: give --lr-warmup-iters 50.0 in" in said
-    assert ranks.run(refusal, Layout(), [*longer, "--lr-warmup-iters=50"]) == [None]
-
-
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=32", "--qk-layernorm", "--grpo-kl-beta=0", *SMALL]
 TWO, SPREAD, DISTRIBUTED = Layout(dp=2), Layout(dp=2, ep=2), ["--use-distributed-optimizer"]
-# Layout and flags of the run that writes, of the run that reads, and the difference with its remedy.
-FORMS = {
-    "to-plain": (TWO, DISTRIBUTED, TWO, [], "with --use-distributed-optimizer"),
-    "to-distributed": (TWO, [], TWO, DISTRIBUTED, "without --use-distributed-optimizer"),
-    "together": (TWO, EXPERTS, SPREAD, EXPERTS, "size 1, or --no-load-optim"),
-    "spread": (SPREAD, EXPERTS, TWO, EXPERTS, "give an --expert-model-parallel-size above 1, or --no-load-optim"),
-}
 
 
-@pytest.mark.parametrize(("before", "wrote", "after", "reads", "message"), FORMS.values(), ids=FORMS)
-def test_an_optimizers_state_of_another_form_is_named(ranks, tmp_path, before, wrote, after, reads, message):
-    words = flags(tmp_path, *SMALL)
-    ranks.run(save_initial, before, [*words, *wrote, f"--save={tmp_path}/save", *before.flags()])
-    load = [*words, *reads, f"--load={tmp_path}/save", *after.flags()]
-    assert message in agreed(ranks.run(refusal, after, load))
-    assert ranks.run(refusal, after, [*load, "--no-load-optim"]) == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("after", "more"),
-    [
-        (Layout(cp=2, ep=2), []),
-        pytest.param(Layout(dp=4, ep=4), [*DISTRIBUTED, "--micro-batch-size=4"], marks=pytest.mark.long),
-    ],
-    ids=["over-context", "over-more-distributed"],
-)
-def test_experts_go_on_spread_otherwise(ranks, tmp_path, after, more):
-    words = flags(tmp_path, *EXPERTS, *more)
+def test_experts_go_on_spread_otherwise_or_are_refused(ranks, tmp_path):
+    words = flags(tmp_path, *EXPERTS)
     ranks.run(steps, SPREAD, [*words, f"--save={tmp_path}/save", *SPREAD.flags()])
-    found = ranks.run(steps, after, [*words, f"--load={tmp_path}/save", *after.flags()], 1, False)
-    assert [reached for reached, _ in found] == [2] * after.world
+    load = [*words, f"--load={tmp_path}/save"]
+    after = Layout(cp=2, ep=2)
+    assert [step for step, _ in ranks.run(steps, after, [*load, *after.flags()], 1, False)] == [2] * after.world
+    for error in ranks.run(refusal, TWO, [*load, *TWO.flags()]):
+        assert "give an --expert-model-parallel-size above 1, or --no-load-optim" in error
+    assert ranks.run(refusal, TWO, [*load, *TWO.flags(), "--no-load-optim"]) == [None, None]
 
 
 NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"
@@ -161,10 +165,10 @@ NOT_FITTING = {
     "no-momentum": (NO_MOMENTUM, SGD, "was written with --sgd-momentum 0.0, this run has"),
     "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
     "sgd": ("", SGD, "was written with --optimizer adam"),
-    "adam": (SGD, "", "was written with --optimizer sgd"),
+    "distributed": ("", *DISTRIBUTED, "was written without --use-distributed-optimizer"),
     "layers": ("", "--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
     "bias": ("", " ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
-    "bf16": ("", "--bf16 --rollout-dtype=bf16", ""),
+    "heads": ("", "--num-attention-heads=8", "another architecture than the policy (--num-attention-heads 8;"),
 }
 
 
@@ -172,8 +176,8 @@ NOT_FITTING = {
 def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
     words = flags(tmp_path, *SMALL)
     ranks.run(save_initial, Layout(), [*words, *before.split(), f"--save={tmp_path}/save"])
-    (said,) = ranks.run(refusal, Layout(), [*words, *after.split(), f"--load={tmp_path}/save"])
-    assert message in said
+    (error,) = ranks.run(refusal, Layout(), [*words, *after.split(), f"--load={tmp_path}/save"])
+    assert message in error
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ import pytest
 import torch
 
 from megatron_rc.launch.checkpoint_folders import iterations
-from megatron_rc.launch.distributed import AgreedError
-from megatron_rc.launch.ending import FOLDER, GUARD, read_endings, tell_start
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.ending import GUARD, messages, messages_of_ranks
+from megatron_rc.launch.errors import ConfigurationError, RunError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config.guards import Condition
-from megatron_rc.launch.train_ppo import end_together
+from megatron_rc.launch.train_ppo import say_end
 from megatron_rc.launch.training.checks.guards import Guards
 from megatron_rc.launch.training.loop import train
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, agreed, rows
+from tests.support.training_runs import LIVE, rows
 
 KL = "rollout_corr/k3_kl"
 
@@ -139,7 +138,7 @@ def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks,
     ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--stop-if", "perf/save_seconds > 0 for 2"])
     assert code == 3
     assert error.startswith("stopped by --stop-if 'perf/save_seconds > 0 for 2' after step 3 (perf/save_seconds was ")
-    assert error.endswith(f"; checkpoint 3 in {tmp_path}/save holds the steps before that, the one before it is 2")
+    assert error.endswith(f"; checkpoint 3 in {tmp_path}/save holds the steps so far")
     assert iterations(tmp_path / "save") == [2, 3]
 
 
@@ -163,28 +162,28 @@ def test_rows_of_steps_that_are_made_again_do_not_count(tmp_path):
 def error_and_code(words):
     try:
         train(*configure(words, torch.distributed.get_world_size()))
-    except AgreedError as error:
+    except RunError as error:
         return str(error), error.code
 
 
-def test_all_ranks_end_alike(ranks, tmp_path):
+def test_all_ranks_stop_and_the_first_tells_why(ranks, tmp_path):
     layout = Layout(pp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", "--train-iters=5", "--stop-if")
-    error = agreed(ranks.run(error_and_code, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"]))
+    error, other = ranks.run(error_and_code, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"])
     assert error[0].startswith("stopped by --stop-if 'perf/update_seconds > 0 for 2' after step 2 (")
     assert error[1] == 3
+    assert other is None
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    error = agreed(ranks.run(error_and_code, layout, [*words, "reward/short > 2"]))
+    error, other = ranks.run(error_and_code, layout, [*words, "reward/short > 2"])
     assert error[1] == 1
     assert error[0].startswith("--stop-if 'reward/short > 2': step 1 has no metric reward/short")
+    assert other is None
 
 
-def test_a_guard_has_its_own_exit_code(tmp_path, monkeypatch):
+def test_a_guard_has_its_own_exit_code(monkeypatch):
     """Told to the launcher; torchrun, which would start ranks that fail again, sees a rank that ends well."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    tell_start()
-    with pytest.raises(SystemExit) as end:
-        end_together("stopped by --stop-if 'lr > 0' after step 2", GUARD)
-    assert end.value.code == 0
-    (ending,) = read_endings(tmp_path)
-    assert (ending.error, ending.code) == ("stopped by --stop-if 'lr > 0' after step 2", 3)
+    monkeypatch.setenv("RANK", "0")
+    with messages():
+        assert say_end("stopped by --stop-if 'lr > 0' after step 2", GUARD) == 0
+        (message,) = messages_of_ranks()
+    assert (message.error, message.code) == ("stopped by --stop-if 'lr > 0' after step 2", 3)

@@ -119,7 +119,7 @@ WRONG = {
 def test_experts_of_other_tokens_end_the_run_before_its_first_step(ranks, tmp_path, checkpoint, right, table):
     batch = replace(right, routed_experts=WRONG[table](right.routed_experts))
     ((error, _),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, [batch]))
-    assert error.startswith("AgreedError: the experts that are replayed are not those of the rollout batch")
+    assert error.startswith("RunError: the experts that are replayed are not those of the rollout batch")
     assert "after step 0:" in error
     assert f"over {TOKENS:,} tokens" in error
     assert "--moe-enable-routing-replay" in error
@@ -154,7 +154,7 @@ def test_every_rank_of_every_layout_comes_to_the_same_verdict(ranks, tmp_path, c
     words = words_of(tmp_path, checkpoint, [right, wrong], layout, *more, "--train-iters=2")
     everywhere = ranks.run(said_by_training, layout, words)
     error = agreed([error for error, _ in everywhere])
-    assert error.startswith("AgreedError: the experts that are replayed are not those of the rollout batch")
+    assert error.startswith("RunError: the experts that are replayed are not those of the rollout batch")
     assert "after step 1:" in error
     (row,) = rows(tmp_path)
     assert row["routing/k3"] < 1e-8

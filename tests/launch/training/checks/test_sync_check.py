@@ -9,7 +9,7 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from tests.support.on_rank import recorded
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, share
 from tests.support.training_runs import HELD_OUT, agreed, rows, run_training
 
@@ -101,20 +101,26 @@ OLDER = "does the engine keep older weights"
         (shifted_later, Layout(cp=2), [], 1, "shifted by +1; align both to the label tokens"),
         # The probe after the first sync.
         (shifted, Layout(tp=2), [], 0, "shifted by +1; align both to the label tokens"),
-        (silent, Layout(dp=2), [], 0, "the check of the rollout engine failed: RuntimeError: out of paper"),
     ],
 )
 def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
     """Only the last replica's engine is broken; the first sync cannot tell what later ones leave behind."""
     words = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
     said = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
-    assert said.startswith("AgreedError: ")
+    assert said.startswith("RunError: ")
     assert message in said
     if "sync" in said:
         assert f"after the weight sync of step {made} the rollout engine and the trainer disagree by" in said
         assert (" on 1 of 2 data-parallel replicas (1), up to 0.001" in said) == (layout.dp == 2)
     made_steps = rows(tmp_path) if made else []
     assert len(made_steps) == made, "no step was made with wrong weights"
+
+
+def test_an_engine_that_fails_in_the_probe_ends_its_rank(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *RUN, *layout.flags())
+    with pytest.raises(RankFailure, match="the check of the rollout engine failed: RuntimeError: out of paper"):
+        ranks.run(run_broken, layout, words, silent, 1)
 
 
 def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
@@ -216,7 +222,7 @@ def test_a_probe_follows_the_syncs_that_no_batch_can_tell_of(ranks, tmp_path, mo
 
 def batch_check_of(words, step, wrong):
     """The check of a batch with tokens of versions 0 and 1, whose trainer disagrees about those of one version."""
-    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.errors import RunError
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.checks.batch_check import BatchCheck
 
@@ -230,7 +236,7 @@ def batch_check_of(words, step, wrong):
     check.begin(step, torch.where(local.policy_versions == wrong, rollout - 1, rollout), local)
     try:
         check.hear(check.numbers)
-    except AgreedError as error:
+    except RunError as error:
         return str(error)
     return check.metrics
 

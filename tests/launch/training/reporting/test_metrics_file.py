@@ -9,14 +9,12 @@ from unittest import mock
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training.reporting import picture
-from megatron_rc.launch.training.reporting.metrics_file import MetricsFile, last_evaluation, read_rows
+from megatron_rc.launch.training.reporting import reporter as reporter_module
+from megatron_rc.launch.training.reporting.metrics_file import MetricsFile, last_evaluation, read_rows, read_thinned
 from megatron_rc.launch.training.reporting.reporter import Reporter
-from megatron_rc.launch.training.reporting.series import collect
-from megatron_rc.launch.training.reporting.terminal import IN_TABLE, table
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
-from tests.support.training_runs import LIVE, agreed, run_training
+from tests.support.training_runs import LIVE, run_training
 
 ROWS = [{"step": step, "reward/mean": step / 10} for step in range(1, 8)]
 
@@ -91,7 +89,7 @@ def test_a_loss_of_rows_is_one_line(tmp_path, capsys):
         reporter.step(step, {"reward/mean": step / 10})
         if step == 3:
             reporter.metrics.path.unlink()
-    with mock.patch.object(picture, "draw_run"):
+    with mock.patch.object(reporter_module, "draw_run"):
         reporter.close("finished")
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [4, 5, 6]
     lines = [line for line in capsys.readouterr().err.splitlines() if "removed or replaced" in line]
@@ -139,17 +137,28 @@ def test_rows_are_appended_and_what_is_no_number_is_left_out_of_one(written):
     assert sum("-2.jsonl" in name for name in kept) == 1
 
 
-def test_a_file_that_cannot_be_read_ends_a_resumed_run_on_all_ranks(ranks, tmp_path):
-    """One that can be opened. Rank 0 alone reads it, such as for a guard."""
-    layout, folder = Layout(tp=2), tmp_path / "run"
-    words = flags(tmp_path, *LIVE, *layout.flags(), f"--save={tmp_path}/save", f"--load={tmp_path}/save")
-    words += ["--stop-if", "lr > 0 for 3"]
-    assert ranks.run(run_training, layout, [*words, "--train-iters=1"]) == [None, None]
+def test_a_file_that_cannot_be_read_ends_a_resumed_run(ranks, tmp_path):
+    """One that can be opened."""
+    folder = tmp_path / "run"
+    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
+    assert ranks.run(run_training, Layout(), [*words, "--train-iters=1"]) == [None]
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").symlink_to("/proc/self/mem")
-    said = agreed(ranks.run(run_training, layout, [*words, "--train-iters=2"]))
-    assert said.startswith(f"AgreedError: the metrics in {folder} cannot be ")
+    (said,) = ranks.run(run_training, Layout(), [*words, "--train-iters=2"])
+    assert said.startswith(f"ConfigurationError: the metrics in {folder} cannot be ")
     assert "(Input/output error): " in said
+
+
+def test_many_rows_are_thinned_but_not_the_last_ones_and_no_evaluation(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, *({"step": step, "eval/reward" if step == 38 else "x": step} for step in range(1, 101)))
+    every, rows = read_thinned(path, 25, last=3)
+    assert every == 4
+    assert [row["step"] for row in rows] == [*range(1, 38, 4), 38, *range(41, 98, 4), 98, 99, 100]
+    every, rows = read_thinned(path, 100, last=3)
+    assert (every, len(list(rows))) == (1, 100)
+    every, rows = read_thinned(tmp_path / "nothing", 25, last=3)
+    assert (every, list(rows)) == (1, [])
 
 
 @pytest.mark.parametrize("made", [0, 1, 4])
@@ -162,19 +171,6 @@ def test_a_killed_process_leaves_whole_rows(written, made):
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitpid(process, 0)[1] == signal.SIGKILL
     assert steps_in(written) == [1, 2, 3, 4, 5, *(range(6, 6 + made) if made else (6, 7))]
-
-
-def test_the_table_has_first_values_and_means_of_the_last_ones():
-    rows = [
-        {"step": step, "reward/mean": step, "perf/save_share": step / 2000, "perf/peak_memory_gib": step}
-        | {"perf/peak_memory_rank": 3, "eval/exact_match": step / 1000}
-        for step in range(1, 1001)
-    ]
-    _, reward, right, gap, machine = table(collect(rows, IN_TABLE)).splitlines()
-    assert reward.split() == ["reward/mean", "1", "995.5"]
-    assert right.split() == ["eval/exact_match", "0.001", "1"]
-    assert gap == ""
-    assert machine == "save 50%; peak memory 1e+03 GiB, of rank 3"
 
 
 def test_what_the_reporter_keeps_does_not_grow(tmp_path, capsys):
@@ -192,6 +188,6 @@ def test_what_the_reporter_keeps_does_not_grow(tmp_path, capsys):
         tracemalloc.stop()
     assert (sizes[1] - sizes[0]) / 80 < 100, "bytes a step"
     # The picture, whose library takes seconds to load, is none of it.
-    with mock.patch.object(picture, "draw_run"):
+    with mock.patch.object(reporter_module, "draw_run"):
         reporter.close("finished")
     assert "finished after" in capsys.readouterr().err

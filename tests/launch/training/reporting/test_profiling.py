@@ -8,7 +8,7 @@ import pytest
 from megatron_rc.launch.training.loop import _check_start
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
-from tests.support.training_runs import LIVE, run_training
+from tests.support.training_runs import LIVE, run_training, run_until_signal
 
 STEP_2 = ["--profile", "--profile-step-start=1", "--profile-step-end=2"]
 TP2 = ["--tensor-model-parallel-size=2"]
@@ -25,13 +25,21 @@ def test_the_ranks_that_are_named_record_the_steps_that_are(ranks, tmp_path):
     assert len([name for name in names if name.startswith("Optimizer.step")]) == 1
 
 
-def test_a_trace_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
+def test_a_trace_that_cannot_be_written_is_one_sentence(ranks, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").touch()
-    words = flags(tmp_path, *LIVE, *TP2, "--train-iters=3", *STEP_2, "--profile-ranks", "1")
-    errors = ranks.run(run_training, Layout(tp=2), words)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"AgreedError: --profile: {tmp_path}/run/profile/rank1-steps2-2.json.gz could not be")
+    (error,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=3", *STEP_2))
+    trace = f"{tmp_path}/run/profile/rank0-steps2-2.json.gz"
+    assert error.startswith(f"ConfigurationError: --profile: {trace} could not be written")
+
+
+def test_a_trace_that_cannot_be_written_at_the_end_fails_no_run(ranks, tmp_path):
+    """A signal ends the run within the recording; its steps are saved."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--train-iters=9", "--profile")
+    words += ["--profile-step-start=1", "--profile-step-end=9"]
+    assert ranks.run(run_until_signal, Layout(), words, 3) == [True]
 
 
 def test_a_resumed_run_whose_steps_lie_behind_is_refused(tmp_path):

@@ -1,256 +1,242 @@
-"""The HTML page of a run: its data are those of the run's files, whatever these hold, and it is small."""
+"""The page and the picture of a run: they show what its files hold, whatever that is, and many rows cost seconds."""
 
 import json
 import math
+import sys
+import time
 
 import pytest
-import yaml
 
-from megatron_rc.doctor.series import OVER_THE_RUN
 from megatron_rc.launch import report
-from megatron_rc.launch.training.reporting.run_page.page import page_data, write_page
-from megatron_rc.launch.training.reporting.run_page.verdict import FULL_NAMES
-from megatron_rc.launch.training.reporting.series import MOST, STRETCHES
-from tests.launch.training.reporting.test_picture import run
-from tests.replay.test_page import Reader
+from megatron_rc.launch.training.reporting.history import MOST_ROWS
+from megatron_rc.launch.training.reporting.panels import page_charts, picture_charts
+from megatron_rc.launch.training.reporting.run_page import draw_run, history_of
+from megatron_rc.launch.training.reporting.series import NUM_STRETCHES
+from tests.drawing.test_page import HOSTILE, Reader
 from tests.support.made_runs import drifting_run
 
-HOSTILE = "</script><script>alert(1)</script><!-- \u2028 @DATA@ @STYLE@ \ud800 ${x} `"
+RC = "rollout_corr/"
 SETTINGS = """# python 3.11 · megatron-rc 0.1.0
-# To repeat this run, in {home}: python -m megatron_rc.launch --nproc-per-node 4 --config runs/run/config.yaml
-# Flags behind a # were not given: they have their default, or follow from other flags.
 
 # -- launch
-run-name: {name}
-
-# -- parallelism
-tensor-model-parallel-size: 2
-# context-parallel-size: 1
+run-name: a $ run
 
 # -- training
 train-iters: 60
-
-# -- checkpoints
-save: ckpt
-
-# -- rollouts
-save-rollouts: rec
-save-log-probs: true
-
-# -- rollout correction
-rollout-is: token
-rollout-is-threshold: 2.0
-rollout-rs: token_k1
-rollout-rs-threshold: 0.9_1.1
 # metric-prefix: rollout_corr/
 """
 
 
-def made(folder, rows, name="run"):
-    """The folder of a run with these rows."""
+def made_rows(steps, with_weights=True, evaluations=0):
+    """Rows as a run writes them."""
+    for step in range(1, steps + 1):
+        row = {"step": step, "reward/mean": step / steps, f"{RC}kl": 1e-3 / step, f"{RC}k3_kl": 1e-4}
+        row |= {f"{RC}log_ratio_p{percent}": (int(percent) - 50) / 100 for percent in ("01", "25", "50", "75", "99")}
+        row |= {f"{RC}rollout_rs_masked_fraction": 0.05, "perf/update_seconds": 1.5, "perf/update_share": 1.0}
+        if with_weights:
+            row |= {f"{RC}rollout_is_eff_sample_size": 0.9, f"{RC}rollout_is_raw_mean": 1.0}
+            row |= {f"{RC}rollout_is_raw_min": 0.01, f"{RC}rollout_is_raw_max": 9.0}
+        yield row
+        if evaluations and step % evaluations == 0:
+            yield {"step": step, "eval/exact_match": 0.5, "eval/pass@1": 0.5, "eval/pass@16": 0.9}
+
+
+def run_folder(folder, rows, settings=SETTINGS):
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    quoted = yaml.safe_dump(name, allow_unicode=True, width=10**9).partition("\n")[0]
-    (folder / "config.yaml").write_text(SETTINGS.format(home=folder, name=quoted), encoding="utf-8")
+    (folder / "config.yaml").write_text(settings)
     return folder
 
 
-def shown(folder, ending=None):
-    """The data that a browser finds in the page."""
-    reader = Reader(write_page(folder, ending).read_text(encoding="utf-8"))
+def drawn(folder, ending=None):
+    """The page's HTML, after the run was drawn."""
+    draw_run(folder, *history_of(folder), ending)
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def curves_of(charts):
+    """{label: [(step, value)]} of all curves, as matplotlib draws them."""
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for chart in charts:
+        axes = Figure().subplots()
+        chart.draw(axes)
+        curves |= {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    return curves
+
+
+def test_the_page_has_the_curves_the_numbers_the_settings_and_the_end(tmp_path):
+    folder = run_folder(tmp_path / "run", made_rows(60, evaluations=10))
+    text = drawn(folder, "finished at step 60, saved to ckpt")
+    reader = Reader(text)
     assert reader.addresses == []
-    return json.loads(reader.data, parse_constant=pytest.fail)
+    assert "script" not in reader.tags
+    words = "\n".join(reader.texts)
+    for part in (
+        "a $ run",
+        "After step 60: finished at step 60, saved to ckpt",
+        "60 of 60",
+        "python 3.11",
+        "train-iters",
+    ):
+        assert part in words
+    history, _ = history_of(folder)
+    charts = page_charts(history.series)
+    assert reader.tags.count("svg") == len(charts) == 6
+    curves = curves_of(charts)
+    assert curves["mean reward"] == [[step, step / 60] for step in range(1, 61)]
+    assert curves["right in 16 tries, held out"] == [[step, 0.9] for step in range(10, 61, 10)]
+    assert {value for _, value in curves["rejected tokens"]} == {0.05}
+    assert (folder / "summary.png").read_bytes().startswith(b"\x89PNG")
 
 
-def curve(data, label):
-    (found,) = [one for panel in data["panels"] for one in panel["curves"] if one["label"] == label]
-    return found
+def test_weights_are_on_a_logarithmic_axis_and_without_weights_there_are_ratios(tmp_path):
+    from matplotlib.figure import Figure
 
-
-def test_curves_and_tiles_are_the_metrics(tmp_path):
-    rows = run(evaluations=10)
-    weights = {"min": 0.5, "p25": 0.8, "p50": 1.0, "p75": 1.2, "max": 1.5}
-    rows[-2] |= {f"rollout_corr/rollout_is_{name}": value for name, value in weights.items()}
-    rows[-2] |= {"rollout_corr/log_ratio_p05": -0.45, "rollout_corr/log_ratio_p95": 0.45}
-    data = shown(made(tmp_path, rows), "finished at step 60")
-    steps = [row for row in rows if "reward/mean" in row]
-    reward = curve(data, "mean reward")
-    assert reward["steps"] == list(range(1, 61))
-    assert reward["values"] == pytest.approx([row["reward/mean"] for row in steps], rel=1e-4)
-    assert curve(data, "right in 16 tries, held out") == {
-        "label": "right in 16 tries, held out",
-        "steps": [10, 20, 30, 40, 50, 60],
-        "values": [0.9] * 6,
-    }
-    assert curve(data, "rejected tokens")["values"] == [0.05] * 60
-    assert "Right answers by file, shares" not in [panel["title"] for panel in data["panels"]]
-    tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
-    assert tiles["optimizer steps"] == ("60 of 60", "")
-    assert tiles["mean reward"] == ("0.0167 → 0.925", "first step → mean of the last 10 steps; best 1 at step 60")
-    assert tiles["right answers, held out"] == ("50.0% → 50.0%", "first evaluation → last, after step 60")
-    assert tiles["rejected tokens"][0] == "5.00%"
-    assert (data["name"], data["layout"], data["ending"]) == ("run", "TP 2", "finished at step 60")
-    ratios, spread = data["histograms"]
-    assert ratios["edges"] == pytest.approx([-0.49, -0.45, -0.25, 0, 0.25, 0.45, 0.49])
-    assert ratios["shares"] == pytest.approx([0.04, 0.2, 0.25, 0.25, 0.2, 0.04])
-    assert spread["edges"] == pytest.approx([math.log(weight) for weight in weights.values()])
+    history, _ = history_of(run_folder(tmp_path, made_rows(5)))
+    *_, weights = picture_charts(history.series)
+    axes = Figure().subplots()
+    weights.draw(axes)
+    assert axes.get_yscale() == "log"
+    corners = axes.collections[0].get_paths()[0].vertices
+    assert (corners[:, 1].min(), corners[:, 1].max()) == (0.01, 9.0)
+    history, _ = history_of(run_folder(tmp_path, made_rows(5, with_weights=False)))
+    *_, ratios = picture_charts(history.series)
+    assert ratios.title == "Ratios of tokens, log ρ"
 
 
 def test_files_of_evaluations_have_curves_by_their_names(tmp_path):
-    rows = run(evaluations=10)
-    for row in rows:
-        if "eval/reward" in row:
-            row |= {"eval/aime/exact_match": 0.1, "eval/aime/pass@16": 0.3, "eval/math.500/exact_match": 0.7}
-    (panel,) = [panel for panel in shown(made(tmp_path, rows))["panels"] if panel["title"].startswith("Right answers")]
-    assert {one["label"]: one["values"] for one in panel["curves"]} == {"aime": [0.1] * 6, "math.500": [0.7] * 6}
+    rows = [{"step": 2, "eval/aime/exact_match": 0.1, "eval/aime/pass@16": 0.3, "eval/math.500/exact_match": 0.7}]
+    history, _ = history_of(run_folder(tmp_path, rows))
+    curves = curves_of(chart for chart in page_charts(history.series) if chart.title.startswith("Right answers"))
+    assert curves == {"aime": [[2, 0.1]], "math.500": [[2, 0.7]]}
 
 
-def test_settings_and_what_else_is_there_are_those_of_the_folder(tmp_path):
-    folder = made(tmp_path, run(steps=3))
-    (tmp_path / "ckpt" / "iter_0000002").mkdir(parents=True)
-    (tmp_path / "reward-errors.jsonl").write_text("{}\n")
-    data = shown(folder)
-    assert ["training", "train-iters", "60"] in data["settings"]["given"]
-    assert "context-parallel-size" not in [name for _, name, _ in data["settings"]["given"]]
-    assert data["settings"]["made_with"][0] == "python 3.11 · megatron-rc 0.1.0"
-    assert data["settings"]["correction"][1:3] == [
-        "token weights w_t = ρ_t, truncated at 2",
-        "rejects tokens whose ρ_t is outside [0.9, 1.1] (token_k1)",
-    ]
-    notes = " ".join(data["notes"])
-    assert "of step 2." in notes
-    assert f"python -m megatron_rc.replay {tmp_path}/rec --preset decoupled_token_is --html {tmp_path}" in notes
-    assert f"could not be scored are in {tmp_path}/reward-errors.jsonl" in notes
-    # Metrics under another prefix are found.
-    made(
-        folder, [{name.replace("rollout_corr/", "mine/"): value for name, value in row.items()} for row in run(steps=2)]
-    )
-    text = (folder / "config.yaml").read_text().replace("# metric-prefix: rollout_corr/", "metric-prefix: mine/")
-    (folder / "config.yaml").write_text(text)
-    data = shown(folder)
-    assert curve(data, "ESS")["values"] == [0.9, 0.9]
-    assert data["doctor"]["numbers"]
+def test_metrics_under_another_prefix_are_found(tmp_path):
+    rows = ({name.replace(RC, "mismatch/mismatch_"): value for name, value in row.items()} for row in made_rows(3))
+    folder = run_folder(tmp_path, rows, "metric-prefix: mismatch/\n")
+    history, _ = history_of(folder)
+    assert history.series[f"{RC}kl"].values[0] == 1e-3
+    assert history.facts["k3_kl"] == 1e-4
 
 
-@pytest.mark.parametrize("steps", [MOST + 1, 10_000])
-def test_thinned_curves_keep_every_extreme(tmp_path, steps):
-    rows = run(steps=steps)
-    rows[steps // 3]["rollout_corr/kl"], rows[steps // 2]["rollout_corr/kl"] = 77.0, -5.0
-    data = shown(made(tmp_path, rows))
-    kl = curve(data, "KL")
-    assert len(kl["steps"]) == STRETCHES
-    assert (max(kl["high"]), min(kl["low"])) == (77.0, -5.0)
-    high = kl["high"].index(77.0)
-    assert kl["first"][high] <= steps // 3 + 1 <= kl["last"][high]
-    assert kl["first"][0] == 1
-    assert kl["last"][-1] == steps
-    assert [after - 1 for after in kl["first"][1:]] == kl["last"][:-1]
-    means = [row["rollout_corr/kl"] for row in rows[: kl["last"][0]]]
-    assert kl["values"][0] == pytest.approx(sum(means) / len(means), rel=1e-4)
-    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+def test_what_is_no_number_is_left_out_and_counted(tmp_path):
+    rows = list(made_rows(4))
+    rows[1]["reward/mean"] = math.nan
+    rows[2]["reward/mean"] = math.inf
+    history, _ = history_of(run_folder(tmp_path, rows))
+    reward = page_charts(history.series)[0]
+    assert reward.note.endswith("NaN or infinite: 2.")
+    assert curves_of([reward])["mean reward"] == [[1, 0.25], [4, 1.0]]
 
 
-def test_what_is_no_number_is_a_gap_and_is_counted_and_phases_are_stacked(tmp_path):
-    rows = run(steps=5)
-    rows[1]["reward/mean"], rows[2]["reward/mean"], rows[4]["reward/mean"] = math.nan, math.inf, math.nan
-    rows[4]["rollout_corr/log_ratio_p50"] = math.nan
-    for row in rows:
-        row["perf/update_seconds"] = 1.5
-    rows[1]["perf/eval_seconds"] = 3.0
-    data = shown(made(tmp_path, rows[:4]))
-    assert curve(data, "mean reward")["values"] == [0.2, None, None, 0.8]
-    assert data["panels"][0]["note"].endswith(" NaN or infinite: 2.")
-    assert "0.2 → 0.5" in [tile["value"] for tile in data["tiles"]]
-    # Phases are stacked over the same steps.
-    (panel,) = [panel for panel in data["panels"] if panel["stacked"]]
-    assert [(one["label"], one["steps"], one["values"]) for one in panel["curves"]] == [
-        *(("eval", [1, 2, 3, 4], [0, 3, 0, 0]), ("update", [1, 2, 3, 4], [1.5] * 4))
-    ]
-    assert shown(made(tmp_path, rows))["histograms"] == []
+def test_a_long_run_is_drawn_in_stretches_that_keep_every_extreme(tmp_path):
+    rows = list(made_rows(5000))
+    rows[1234][f"{RC}kl"] = 77.0
+    rows[4321][f"{RC}kl"] = -5.0
+    history, _ = history_of(run_folder(tmp_path, rows))
+    assert history.thinning == 1
+    curve = history.series[f"{RC}kl"].as_curve("KL")
+    assert len(curve.x) == NUM_STRETCHES
+    assert (max(curve.high), min(curve.low)) == (77.0, -5.0)
+    assert curve.y[-1] == pytest.approx(sum(row[f"{RC}kl"] for row in rows[-5000 // NUM_STRETCHES :]) / 17, rel=1e-2)
 
 
-def test_names_and_texts_of_any_kind_stay_texts(tmp_path):
-    folder = made(tmp_path, run(steps=2), name=HOSTILE.replace("\ud800", ""))
+def test_a_hundred_thousand_rows_cost_seconds(tmp_path, capsys):
+    """With the 120 metrics of a real row. The times are those of this process alone; other processes do not count."""
+    filler = {f"metric/{number}": 1 / (number + 3) for number in range(105)}
+    steps = 100_000
+    rows = (row | filler for row in made_rows(steps, evaluations=1000))
+    folder = run_folder(tmp_path, rows)
+    begun = time.process_time()
+    history, settings = history_of(folder)
+    draw_run(folder, history, settings, "finished")
+    seconds = time.process_time() - begun
+    with capsys.disabled():
+        sys.stderr.write(f" [{seconds:.1f} s for {steps} rows] ")
+    assert seconds < 20
+    assert history.num_steps == steps
+    assert len(history.series["reward/mean"].steps) <= MOST_ROWS + 20
+    assert len(history.series["eval/exact_match"].steps) == 100, "evaluations are few, and all of them are drawn"
+    assert history.last_rows[-1]["step"] == steps
+    assert history.last_rows[0]["step"] == steps - 9
+    assert (folder / "report.html").stat().st_size < 1_000_000
+
+
+def test_the_doctors_verdicts_have_the_steps_at_which_they_came_and_went(tmp_path):
+    rows = list(made_rows(200))
+    for row in rows[80:120]:
+        row[f"{RC}k3_kl"] = 0.5
+    folder = run_folder(tmp_path, rows)
+    history, _ = history_of(folder)
+    (precision,) = [finding for finding in history.findings if finding.verdict.rule.name == "precision"]
+    assert 80 < precision.since <= 100
+    assert 120 < precision.until <= 140
+    text = drawn(folder)
+    assert f"<td>step {precision.since}</td><td>step {precision.until}</td>" in text
+    assert "as close as rounding" in text, "at the end"
+
+
+def test_a_drift_is_found(tmp_path):
+    rows, _ = drifting_run(3)
+    text = drawn(run_folder(tmp_path, rows))
+    assert "policies that drift apart" in text
+    assert "<td>the end</td>" in text
+
+
+def test_names_and_answers_of_any_kind_stay_text(tmp_path):
+    folder = run_folder(tmp_path / "run", made_rows(2))
     (folder / "eval").mkdir()
     answers = [
         {"prompt": [{"role": "user", "content": HOSTILE}], "response": HOSTILE, "label": {"a": 1}, "reward": 0.5},
-        {"prompt": 3, "response": "x" * 5000, "reward": 1e400, "error": HOSTILE},
+        {"prompt": 3, "response": "x" * 5000, "reward": 1e400, "error": "half \ud800"},
     ]
     lines = [*map(json.dumps, answers), "[1]", '"text"', "{broken", ""]
     (folder / "eval" / "step-0000002.jsonl").write_text("\n".join(lines))
-    (folder / "eval" / "step-0000001.jsonl").write_text("")
-    path = write_page(folder, HOSTILE)
-    text = path.read_text(encoding="utf-8")
-    reader = Reader(text)
-    # The page's own two, and no other: the data end where they are to.
-    assert reader.tags.count("script") == 2
-    assert text.count("alert(1)</script>") == 0
-    data = json.loads(reader.data)
-    assert (data["name"], data["ending"]) == (HOSTILE.replace("\ud800", ""), HOSTILE)
-    first, second = data["answers"]["rows"]
-    assert first == {"prompt": f"user: {HOSTILE}", "response": HOSTILE, "label": "{'a': 1}", "reward": 0.5, "error": ""}
-    assert second["response"] == "x" * 2000 + " … 3000 more characters"
-    assert (second["prompt"], second["reward"], second["error"]) == ("3", None, HOSTILE)
-    assert (data["answers"]["file"], data["answers"]["files"]) == ("eval/step-0000002.jsonl", 2)
+    (folder / "eval" / "step-0000003.jsonl").write_text("")
+    reader = Reader(drawn(folder, HOSTILE))
+    words = "\n".join(reader.texts)
+    assert "script" not in reader.tags
+    assert f"After step 2: {HOSTILE}" in words
+    assert f"user: {HOSTILE}" in words
+    assert "x" * 2000 + " … 3000 more characters" in words
+    assert "The first 2 of eval/step-0000002.jsonl." in words
 
 
 @pytest.mark.parametrize("text", [None, "", "{broken", '{"step": 1'])
 def test_a_run_without_a_step_has_a_page(tmp_path, text):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
-    data = shown(tmp_path, "failed: no engine")
-    assert data["panels"] == data["histograms"] == []
-    assert data["doctor"] is data["answers"] is None
-    assert [tile["value"] for tile in data["tiles"]] == ["0"]
-    assert data["ending"] == "failed: no engine"
+    assert "After step 0: failed: no engine" in drawn(tmp_path, "failed: no engine")
+    assert not (tmp_path / "summary.png").exists()
 
 
-def test_a_page_of_the_same_steps_keeps_what_the_run_said_of_its_end(tmp_path, capsys):
-    folder = made(tmp_path, run(steps=3))
-    write_page(folder, 'failed: "x" </script>')
+@pytest.mark.parametrize("settings", [b"\xff\xfe", b"a: [", b"a: " + b"[" * 1000, b"x: 2026-99-99"], ids=range(4))
+def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
+    folder = run_folder(tmp_path / "my_run", made_rows(2))
+    (folder / "config.yaml").write_bytes(settings)
+    assert "<title>my_run</title>" in drawn(folder)
+
+
+def test_the_command_draws_a_run_and_keeps_what_the_run_said_of_its_end(tmp_path, capsys):
+    folder = run_folder(tmp_path, made_rows(3))
+    drawn(folder, 'failed: "x" </script>')
     report.main([str(folder)])
-    assert capsys.readouterr().out == f"report {tmp_path}/report.html\n"
-    assert page_data(folder)["ending"] == 'failed: "x" </script>'
+    assert capsys.readouterr().out == f"report {tmp_path}/report.html\npicture {tmp_path}/summary.png\n"
+    assert "After step 3: failed: &quot;x&quot; &lt;/script&gt;" in (folder / "report.html").read_text()
     # The run goes on, and nobody knows yet how it ends.
-    made(tmp_path, run(steps=4))
-    assert shown(folder)["ending"] == ""
-    (folder / "report.html").write_bytes(b'<script type="application/json" id="data">\xff[</script>')
-    assert shown(folder)["ending"] == ""
+    assert "After step" not in drawn(run_folder(tmp_path, made_rows(4)))
+
+
+def test_a_page_that_cannot_be_written_ends_the_command_with_1(tmp_path, capsys):
+    folder = run_folder(tmp_path, made_rows(3))
     (folder / "report.html.partial").mkdir()
     with pytest.raises(SystemExit) as end:
         report.main([str(folder)])
     assert end.value.code == 1
     said = f"error: {folder}/report.html could not be written (Is a directory): make room, or copy {folder}\n"
     assert capsys.readouterr().err == said
-
-
-DEEP, NO_DATE = b"a: " + b"[" * 1000, b"x: 2026-99-99"
-ODD = [b"\xff\xfe", b"rollout-rs: python:os:system\n", b"a: [", b"- 1\n", b"x: y: z", DEEP, NO_DATE]
-
-
-@pytest.mark.parametrize("settings", ODD, ids=range(len(ODD)))
-def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
-    folder = made(tmp_path, run(steps=2))
-    (folder / "config.yaml").write_bytes(settings)
-    data = shown(folder)
-    assert not any("system" in line for line in data["settings"]["correction"])
-    assert data["name"] == tmp_path.name
-    assert len(curve(data, "mean reward")["values"]) == 2
-
-
-@pytest.mark.parametrize(("k3", "wrong"), [(1e-4, False), (0.5, True)])
-def test_the_doctor_speaks_of_it_and_of_a_drift(tmp_path, k3, wrong):
-    rows = [row | {"rollout_corr/k3_kl": k3} for row in run(steps=12)]
-    doctor = shown(made(tmp_path, rows))["doctor"]
-    assert doctor["is_wrong"] is wrong
-    assert bool(doctor["verdicts"]) is wrong
-    assert ["k3", f"{k3:.3g} nats a token"] in doctor["numbers"]
-    if wrong:
-        assert "two different policies" in doctor["words"]
-        rows, _ = drifting_run(3)
-        verdicts = shown(made(tmp_path, rows))["doctor"]["verdicts"]
-        assert any("since step" in verdict["words"] for verdict in verdicts)
-    assert set(FULL_NAMES) == set(OVER_THE_RUN), "it gets all that it looks at over a run"
 
 
 NO_METRICS = "holds no metrics.jsonl that can be read: name"

@@ -1,0 +1,210 @@
+"""Attribute the mismatch of recorded rollouts to a checkpoint's parameters, by one process without a GPU.
+
+    python -m megatron_rc.launch.attribute --load CHECKPOINTS --engine-weights DIR records.jsonl
+
+The checkpoint's settings describe the model, which computes in float32. The trainer's log-probs are the recorded ones,
+or else the checkpoint's. The machine needs memory for four times the model in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rc.attribution import Attribution
+from megatron_rc.attribution.picture import write_picture
+from megatron_rc.attribution.verdict import where_in_words
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.commands import parse_attribute
+from megatron_rc.launch.flags.stored import stored_config
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.records.formats.jsonl import read_jsonl
+from megatron_rc.records.rollout import RolloutBatch, load_rollouts
+
+if TYPE_CHECKING:
+    from megatron_rc.attribution.midpoint import EngineWeights
+    from megatron_rc.launch.training.models.chunk import ModelChunk
+
+_CHECKPOINT = re.compile(r"iter_(\d+)")
+# All records of a file are one batch.
+_ANY_NUMBER = 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print an attribution; end the process with 2 for unusable flags, 1 for unusable files."""
+    with on_one_cpu():
+        request = parse_attribute(sys.argv[1:] if argv is None else argv)
+        require("megatron.core", "an attribution", "launch")
+        if request.picture is not None:
+            require("matplotlib", "--picture", "launch")
+        batch = read_records(request.records)
+        with cpu_backend():
+            result = attribution_of(request, batch)
+        if request.picture is not None:
+            write_picture(result, request.picture)
+        sys.stdout.write(_as_json(result) if request.json else _in_words(result))
+
+
+def read_records(paths: Sequence[Path]) -> RolloutBatch:
+    """Return the sequences of all files as one batch.
+
+    Raises:
+        ValueError: a file cannot be read, or the sequences were sampled differently.
+    """
+    batches: list[RolloutBatch] = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; give JSON lines, or a file of --save-rollouts")
+        if path.suffix == ".safetensors":
+            batches.append(load_rollouts(path))
+        else:
+            batches.extend(read_jsonl(path, _ANY_NUMBER))
+    return RolloutBatch.concatenate(batches).with_sorted_support()
+
+
+def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribution:
+    """Attribute a batch, with Megatron-Core on the CPU."""
+    from megatron_rc.launch.distributed import alone
+    from megatron_rc.launch.training.attribution import attribute_batch
+    from megatron_rc.launch.training.batches.micro_batches import cut_batch
+    from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
+    from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
+    from megatron_rc.launch.training.models.build import wrap_chunks
+    from megatron_rc.launch.training.models.passes import ModelPasses
+    from megatron_rc.launch.training.models.routing_replay import RoutingReplay
+
+    step, folder = checked_checkpoint(request.load, request.step)
+    stored = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
+    config = _config_for(stored, batch)
+    with alone(config):
+        groups = ParallelGroups.from_megatron()
+        chunk = _chunk_of(folder, config)
+        step_of_engine, engine_weights = _engine_weights(request, config, chunk, groups, step)
+        _note_other_versions(batch, step_of_engine)
+        model = wrap_chunks(config, [chunk])
+        passes = ModelPasses(config, groups)
+        is_replayed = config.replays_rollouts and batch.routed_experts is not None
+        replay = RoutingReplay(config, groups, [chunk]) if is_replayed else None
+
+        cut = cut_batch(batch, config, groups)
+        if batch.old_log_probs is None:
+            scored = passes.score(model, cut, replay=replay)
+            assert scored is not None, "one process has the last stage"
+            train_log_probs = scored.log_probs
+        else:
+            of_trainer = replace(batch, rollout_log_probs=batch.old_log_probs)
+            train_log_probs = of_trainer.label_aligned()[2]
+        return attribute_batch(
+            model, passes, cut, train_log_probs, engine_weights, replay=replay, nodes=request.nodes, check=True
+        )
+
+
+def _config_for(config: RunConfig, batch: RolloutBatch) -> RunConfig:
+    """Return the settings for one pass over this batch: float32, and each sequence a micro-batch."""
+    num_sequences, length = batch.tokens.shape
+    largest = config.model.max_position_embeddings
+    if length > largest:
+        raise ConfigurationError(f"the records have {length} columns, the model has positions for {largest}")
+    return config.changed(
+        compute={"bf16": False, "fp16": False},
+        optimizer={"use_distributed_optimizer": False},
+        training={
+            "seq_length": length,
+            "micro_batch_size": 1,
+            "global_batch_size": num_sequences,
+            "rl_use_sequence_packing": False,
+        },
+        rollouts={"rl_default_temperature": batch.sampling.temperature},
+    )
+
+
+def _engine_weights(
+    request: argparse.Namespace, config: RunConfig, chunk: ModelChunk, groups: ParallelGroups, step: int
+) -> tuple[int | None, EngineWeights]:
+    """Return the engine's weights as a function of a parameter's name and the trainer's weight, and their step.
+
+    ``step`` is that of the trainer's weights. The engine's is None if a Hugging Face directory has its weights.
+    """
+    from megatron_rc.launch.training.attribution import rounded_weights
+
+    rounded = rounded_weights([chunk], request.rollout_dtype)
+    folder: Path | None = request.engine_weights
+    if folder is None:
+        return step, rounded
+    step_of_engine, engine = _engine_of(folder, config, groups)
+    weights = {name: weight.detach() for name, weight in engine.named_parameters()}
+    return step_of_engine, lambda name, _: rounded(name, weights[name])
+
+
+def _engine_of(folder: Path, config: RunConfig, groups: ParallelGroups) -> tuple[int | None, ModelChunk]:
+    """Return the step and the model of a run's checkpoints or one of these, or of a Hugging Face directory."""
+    from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
+    from megatron_rc.launch.weights.contents import check_contents
+    from megatron_rc.launch.weights.converter import load_model
+
+    if (folder / "config.json").is_file():
+        engine = _chunk_of(None, config)
+        check_contents(folder, "--engine-weights", config, groups)
+        load_model([engine], config, groups, folder)
+        return None, engine
+    match = _CHECKPOINT.fullmatch(folder.name)
+    if match is None:
+        step, checkpoint = checked_checkpoint(folder)
+    else:
+        step, checkpoint = checked_checkpoint(folder.parent, int(match[1]))
+    return step, _chunk_of(checkpoint, config)
+
+
+def _chunk_of(checkpoint: Path | None, config: RunConfig) -> ModelChunk:
+    """Return the whole model on the CPU, with a checkpoint's weights, or with random ones if it is None."""
+    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+    from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
+    from megatron_rc.launch.training.models.build import build_chunks
+    from megatron_rc.launch.weights.named_weights import named_weights
+
+    (chunk,) = build_chunks(config, build_transformer_config(config))
+    if checkpoint is not None:
+        stored = CheckpointParameters(chunk, checkpoint)
+        for name, weight in named_weights(chunk).items():
+            weight.copy_(stored[name])
+    return chunk
+
+
+def _note_other_versions(batch: RolloutBatch, step: int | None) -> None:
+    """Note if the records say that other weights than those of this step sampled their tokens."""
+    versions = batch.policy_versions[batch.response_mask].unique().tolist()
+    if step is not None and versions != [step]:
+        shown = ", ".join(str(version) for version in versions)
+        sys.stderr.write(f"note: weights of step {shown} sampled the records, the engine's are of step {step}\n")
+
+
+def _in_words(result: Attribution) -> str:
+    """Return the result as text."""
+    lines = [
+        f"explained by the weights  {result.explained:>8.1%}",
+        f"rest                      {result.rest:>8.1%}",
+        f"completeness              {result.completeness:>8.3f}",
+        f"{where_in_words(result.metrics())}",
+        "",
+        "largest parts",
+        *(f"  {share:>7.1%}  {name}" for name, share in result.largest()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _as_json(result: Attribution) -> str:
+    """Return the metrics of a run, and the share of each parameter, as one JSON object."""
+    parts = {name: result.share(part) for name, part in result.parts.items()}
+    return json.dumps(result.metrics() | {"parts": parts}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The HTML page of a run: its settings, its curves and the doctor's verdict."""

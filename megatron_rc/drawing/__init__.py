@@ -1,0 +1,1 @@
+"""Charts by matplotlib, as one picture or on one page that needs no network and no scripts."""
