@@ -205,10 +205,11 @@ def test_commands_and_flags_that_do_not_exist_are_found():
 
 # Pages that name other programs' flags, or those of tests/gpu and benchmarks; and such flags on other pages.
 OF_OTHERS = ("benchmarks/RESULTS.md", "docs/adaptors.md", "docs/gpu.md", "docs/migrating.md")
-OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill"}
+OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill", "version"}
+OTHERS |= {"save-debug-rollout-data", "save-debug-train-data"}
 OTHERS |= {"enable-return-routed-experts", "return-sampling-mask", "skip-tokenizer-init"}
 # Flags of earlier versions, in CHANGELOG.md.
-OTHERS |= {"hybrid-layer-pattern"}
+OTHERS |= {"hybrid-layer-pattern", "load-last-valid"}
 
 
 def unknown_flags(text):

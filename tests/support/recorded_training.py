@@ -71,6 +71,11 @@ def refusal(words: list[str]) -> str | None:
     return None
 
 
+def build_trainer(words: list[str]) -> None:
+    """Make a trainer, and raise its error, which may be one of this rank alone."""
+    make_trainer(words)
+
+
 def share(trainer, index: int) -> RolloutBatch:
     """This rank's part of a recorded rollout batch."""
     return recorded_batch(index, group_rank(trainer.groups.dp), trainer.config.data_parallel_size)

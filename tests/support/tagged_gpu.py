@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -59,6 +60,18 @@ def tagged_gpu() -> Iterator[FarDevice]:
 
         for owner, name, stand_in in list(_stand_ins(mode)):
             stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
+        stack.enter_context(_threads_on(mode, device))
         stack.enter_context(mode)
         stack.enter_context(device)
         yield device
+
+
+def _threads_on(mode, device):
+    """A patch: new threads compute on the device too; a mode of torch holds in one thread alone."""
+    run = threading.Thread.run
+
+    def run_on_the_device(self):
+        with mode, device:
+            run(self)
+
+    return mock.patch.object(threading.Thread, "run", run_on_the_device)

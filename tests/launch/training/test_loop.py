@@ -254,7 +254,7 @@ def test_a_resumed_run_says_where_it_goes_on_and_leaves_nothing_where_it_is_refu
     assert past.startswith(f"ValueError: --load {tmp_path}/save: checkpoint 2 is already past --train-iters 1: ")
     assert "--finetune" in past
     (message, _) = ranks.run(run_training, layout, [*words, "--train-iters=3", "--lr=2e-3"])
-    assert "was written with --lr" in message
+    assert "--override-opt-param-scheduler to go on with this run's" in message
     assert sorted(path.name for path in (tmp_path / "run").glob("config*")) == left
     assert config.read_text() == before
 
