@@ -57,25 +57,37 @@ def _means_gpu(device: Any) -> bool:
     return not isinstance(device, bool) and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
+def _group_names(arguments: Any) -> set[str]:
+    """Names of the process groups among the arguments of a collective."""
+    names = set()
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            names.add(torch.distributed.ProcessGroup.unbox(argument).group_name)
+    return names
+
+
 class FarDevice(TorchDispatchMode):
     """The mode that refuses what a GPU would refuse; results of GPU tensors are on the GPU.
 
     Attributes:
         waits: the operations for which the host waited, and their lines in the library.
         kernels: number of operations, without views and empty tensors.
+        groups_of_gloo: names of process groups that take tensors of the host.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: collections.Counter[str] = collections.Counter()
         self.kernels = 0
+        self.groups_of_gloo: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         near = [value for value in given if not is_there(value)]
         if func.namespace == "c10d":
-            if near and "barrier" not in func.name():
+            is_over_gloo = len(near) == len(given) and self.groups_of_gloo.intersection(_group_names(args))
+            if near and "barrier" not in func.name() and not is_over_gloo:
                 raise RuntimeError(f"{func}: nccl was given a tensor of the host")
             return func(*args, **kwargs)
         if len(near) == len(given):

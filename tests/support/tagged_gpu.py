@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ class _HostGenerator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-def _stand_ins(mode: Answering) -> Iterator[tuple[Any, str, Any]]:
+def _stand_ins(mode: Answering, device: FarDevice) -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) of functions that need a GPU."""
     import torch.distributed as dist
 
@@ -39,12 +38,29 @@ def _stand_ins(mode: Answering) -> Iterator[tuple[Any, str, Any]]:
         yield torch.optim.Optimizer, name, lambda _: None
     initialize = dist.init_process_group
     yield dist, "init_process_group", lambda _, **rest: initialize("gloo", **rest)
-    yield dist.distributed_c10d, "_get_object_coll_device", lambda _: "cuda"  # as with nccl
+    yield from _object_collectives(dist, device)
     for module in (groups, rollout_correction, advantages):
         yield module, "group_device", lambda group: CPU if group is None else GPU
     yield kernels, "uses_triton", lambda _: False
     yield local_layers, "_varlen_function", lambda: attention_by_sequence
     yield torch.autograd, "_engine_run_backward", run_backward(mode)
+
+
+def _object_collectives(dist: Any, device: FarDevice) -> Iterator[tuple[Any, str, Any]]:
+    """Collectives of objects go over the device, as with nccl, but in groups that ask for gloo."""
+    new_group = dist.new_group
+
+    def remember(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
+        group = new_group(*arguments, backend=backend, **options)
+        if backend == "gloo":
+            device.groups_of_gloo.add(group.group_name)
+        return group
+
+    def device_of(group: Any) -> str:
+        return "cpu" if group is not None and group.group_name in device.groups_of_gloo else "cuda"
+
+    yield dist, "new_group", remember
+    yield dist.distributed_c10d, "_get_object_coll_device", device_of
 
 
 @contextlib.contextmanager
@@ -58,7 +74,7 @@ def tagged_gpu() -> Iterator[FarDevice]:
         stack.enter_context(cpu.without_compiler())
         import megatron_rc.launch.training.loop  # noqa: F401
 
-        for owner, name, stand_in in list(_stand_ins(mode)):
+        for owner, name, stand_in in list(_stand_ins(mode, device)):
             stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         stack.enter_context(_threads_on(mode, device))
         stack.enter_context(mode)
@@ -67,11 +83,13 @@ def tagged_gpu() -> Iterator[FarDevice]:
 
 
 def _threads_on(mode, device):
-    """A patch: new threads compute on the device too; a mode of torch holds in one thread alone."""
-    run = threading.Thread.run
+    """A patch: threads of engines compute on the device too; a mode of torch holds in one thread alone."""
+    from megatron_rc.launch.rollouts.work_threads import WorkThreads
 
-    def run_on_the_device(self):
+    work = WorkThreads._work
+
+    def work_on_the_device(self):
         with mode, device:
-            run(self)
+            work(self)
 
-    return mock.patch.object(threading.Thread, "run", run_on_the_device)
+    return mock.patch.object(WorkThreads, "_work", work_on_the_device)
