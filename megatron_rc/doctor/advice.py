@@ -101,21 +101,26 @@ def choose(facts: Facts, verdicts: Sequence[Verdict], sampled: Sampled | None = 
     return _for_noise(facts, names, None if sampled is None else geometric_bound(sampled))
 
 
-def _for_noise(facts: Facts, names: Set[str], bound: str | None) -> Choice:
-    """The preset for policies that differ by noise, or not at all."""
-    upper = _token_bound(facts, names)
-    are_products = not names.isdisjoint(("long_products", "mean_weight"))
-    if facts["k3_kl"] <= K3 and not are_products:
+def _for_noise(facts: Facts, rule_names: Set[str], geometric_bounds: str | None) -> Choice:
+    """The preset for policies that differ by noise, or not at all.
+
+    ``rule_names`` are the rules that hold; ``geometric_bounds`` are those of :func:`geometric_bound`, None without a
+    recorded batch.
+    """
+    upper = _token_bound(facts, rule_names)
+    # Both rules find weights that are products over whole responses, or may be.
+    has_long_products = not rule_names.isdisjoint(("long_products", "mean_weight"))
+    if facts["k3_kl"] <= K3 and not has_long_products:
         why = f"k3 is at most {K3}: these weights change almost nothing now, and bound later ratios"
         return Choice("decoupled_token_is", why, {"threshold": upper})
-    if facts["sequence_eff_sample_size"] >= 0.5 and not are_products:
+    if facts["sequence_eff_sample_size"] >= 0.5 and not has_long_products:
         why = f"sequence weights are unbiased, and leave {facts['sequence_eff_sample_size']:.0%} of the batch"
         return Choice("decoupled_seq_is", why, {"threshold": 2.0})
-    if bound is None:
+    if geometric_bounds is None:
         why = "token weights do not depend on the length; bounds for whole sequences need a recorded batch"
         return Choice("decoupled_token_is", why, {"threshold": upper})
     why = "sequence weights would leave too little of the batch: use token weights, and reject the farthest sequences"
-    return Choice("decoupled_geo_rs_token_tis", why, {"is_threshold": upper, "rs_threshold": bound})
+    return Choice("decoupled_geo_rs_token_tis", why, {"is_threshold": upper, "rs_threshold": geometric_bounds})
 
 
 def _token_bound(facts: Facts, names: Set[str]) -> float:

@@ -98,22 +98,29 @@ class History:
     def batches(self) -> list[range]:
         """The rows of each rollout batch.
 
-        A batch ends where its reward or its length changes (k3, if both are unknown), and after the number of rows that
-        most batches have: two batches may have equal rewards.
+        A batch ends where its reward or its response length changes; if both are unknown, where k3 changes. Two
+        neighbours may have equal values, so a longer run of equal rows is cut into batches of the usual number of rows.
         """
         names = [name for name in _ROWS_OF_ONE_BATCH if not all(map(math.isnan, self.columns[name]))]
         keys = zip(*(self.columns[name] for name in names or ["k3_kl"]), strict=True)
         # NaN is not equal to itself; its text is.
-        runs = [len(list(rows)) for _, rows in groupby(map(repr, keys))]
-        usual, count = Counter(runs[:-1]).most_common(1)[0] if len(runs) > 1 else (1, 1)
+        run_lengths = [len(list(rows)) for _, rows in groupby(map(repr, keys))]
+        usual_rows = 1
+        num_usual = 1
+        if len(run_lengths) > 1:
+            # The last batch may be incomplete.
+            ((usual_rows, num_usual),) = Counter(run_lengths[:-1]).most_common(1)
         # One long run of equal numbers is no evidence: a reward may stay where it is.
-        if count < 2 or 2 * count < len(runs) - 1 or usual > MOST_STEPS:
-            usual = 1
-        batches, begin = [], 0
-        for length in runs:
-            for first in range(begin, begin + length, usual):
-                batches.append(range(first, min(first + usual, begin + length)))
-            begin += length
+        if num_usual < 2 or 2 * num_usual < len(run_lengths) - 1 or usual_rows > MOST_STEPS:
+            usual_rows = 1
+
+        batches = []
+        begin = 0
+        for run_length in run_lengths:
+            end = begin + run_length
+            for first in range(begin, end, usual_rows):
+                batches.append(range(first, min(first + usual_rows, end)))
+            begin = end
         return batches
 
 
