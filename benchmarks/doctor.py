@@ -56,7 +56,10 @@ def first_verdict(facts: Facts) -> str:
 
 def healthy(number: int) -> None:
     """Print verdicts on healthy batches, and the rejection that bounds of 1.001 on the geometric mean would cause."""
-    dice, found, cut, largest = random.Random(0), Counter[str](), [], 0.0
+    dice = random.Random(0)
+    found = Counter[str]()
+    cut = []
+    largest = 0.0
     for seed in range(number):
         sampled = Sampled(**made(None, seed, setting(dice)))
         facts = facts_of_batch(sampled)
@@ -75,7 +78,8 @@ def healthy(number: int) -> None:
 def faults(seeds: int) -> None:
     """Print first verdicts on made faults, in batches of at least 2,048 places."""
     for fault, (name, _) in FAULTS.items():
-        dice, found = random.Random(1), Counter[str]()
+        dice = random.Random(1)
+        found = Counter[str]()
         for seed in range(seeds):
             drawn = setting(dice)
             while drawn.sequences * drawn.length < 2048 or drawn.sequences < 16:
@@ -87,7 +91,8 @@ def faults(seeds: int) -> None:
 
 def runs(number: int) -> None:
     """Print verdicts on healthy runs, every ten steps, and on drifting runs and the study's runs, at their ends."""
-    wrong, found = 0, 0
+    wrong = 0
+    found = 0
     for seed in range(number):
         wrong += any(_verdicts(healthy_run(seed), every=10))
         found += any("drift" in names for names in _verdicts(drifting_run(seed)[0]))

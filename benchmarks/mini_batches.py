@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from megatron_rc.launch.training.trainer import Trainer
     from megatron_rc.records.rollout import RolloutBatch
 
-SEQUENCES, LENGTH, NOISE = 256, 16, 0.2
+SEQUENCES = 256
+LENGTH = 16
+NOISE = 0.2
 PARTS = (1, 2, 4)
 SEEDS = range(8)
 LEARNING_RATES = (0.0025, 0.005, 0.01, 0.02)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 EXP_LIMIT = 20.0
-UPPER, REJECTED = 2.0, (0.5, 2.0)  # the bound of weights, the bounds of accepted ratios
+# the bound of weights, the bounds of accepted ratios
+UPPER = 2.0
+REJECTED = (0.5, 2.0)
 Metrics = dict[str, float]
 
 
@@ -70,7 +72,8 @@ def weight_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
 def sequence_weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
     """Metrics of each sequence's mean weight."""
     valid = mask.any(-1)
-    means, untruncated = masked_mean(weights, mask, -1)[valid], masked_mean(raw, mask, -1)[valid]
+    means = masked_mean(weights, mask, -1)[valid]
+    untruncated = masked_mean(raw, mask, -1)[valid]
     return {
         "rollout_is_seq_mean": means.mean().item(),
         "rollout_is_seq_std": sample_std(means),
@@ -90,7 +93,8 @@ def sample_std(values: Tensor) -> float:
 def rejection_mask(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
     """The accepted tokens and the metrics of the criterion, whose statistic is -log ρ."""
     k1, (low, high) = -log_ratio, (-math.log(bound) for bound in reversed(REJECTED))
-    accepted, prefix = mask & (k1 >= low) & (k1 <= high), "rollout_rs_token_k1_"
+    accepted = mask & (k1 >= low) & (k1 <= high)
+    prefix = "rollout_rs_token_k1_"
     metrics = statistic_metrics(prefix, k1, mask, low, high)
     for name in (prefix, "rollout_rs_"):
         metrics[f"{name}masked_fraction"] = share(~accepted, mask)
@@ -100,7 +104,8 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
 
 def statistic_metrics(prefix: str, statistic: Tensor, mask: Tensor, low: float, high: float) -> Metrics:
     """Metrics of a criterion's statistic, over tokens and over sequences."""
-    sequences, clamped = masked_mean(statistic, mask, -1)[mask.any(-1)], statistic.clamp(low, high)
+    sequences = masked_mean(statistic, mask, -1)[mask.any(-1)]
+    clamped = statistic.clamp(low, high)
     variance = masked_mean(clamped.square(), mask) - masked_mean(clamped, mask).square()
     metrics = {
         "mean": masked_mean(statistic, mask).item(),
@@ -124,7 +129,8 @@ def policy_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     """Metrics of the distance between the two policies."""
     valid = mask.any(-1)
     log_ratio = train - rollout
-    train_mean, rollout_mean = masked_mean(train, mask, -1)[valid], masked_mean(rollout, mask, -1)[valid]
+    train_mean = masked_mean(train, mask, -1)[valid]
+    rollout_mean = masked_mean(rollout, mask, -1)[valid]
     difference = rollout_mean - train_mean
     total = masked_sum(log_ratio, mask, -1)[valid].clamp(-EXP_LIMIT, EXP_LIMIT)
     ratio = torch.exp(log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))

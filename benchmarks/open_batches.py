@@ -28,7 +28,10 @@ from megatron_rc.launch.rollouts.work_threads import WorkThreads
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.rollout_servers import Server, given, running
 
-CONCURRENCY, RESPONSES, BATCHES, ROUNDS = 32, 64, 12, 3
+CONCURRENCY = 32
+RESPONSES = 64
+BATCHES = 12
+ROUNDS = 3
 MEDIAN = 0.1  # seconds of a response
 
 

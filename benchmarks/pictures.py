@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 CP = 2
 COLORS = ("tab:blue", "tab:orange")
-FIRST, LAST = 5, 14  # the trained labels of the padded response
+# the trained labels of the padded response
+FIRST = 5
+LAST = 14
 PACKED = (8, 12)  # lengths of the packed sequences, padding included
 TRAINED = ((3, 7), (2, 11))
 

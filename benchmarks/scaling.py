@@ -266,7 +266,8 @@ def check(layout: Layout, formulas: dict[str, list[Formula]]) -> Checked:
     Raises:
         RuntimeError: a trace differs from the formulas.
     """
-    seconds, traces = [], 0
+    seconds = []
+    traces = 0
     for rank in layout.corners():
         with fake_groups(layout, rank) as (groups, taken):
             seconds.append(taken)
@@ -302,8 +303,13 @@ def table_of_bytes(formulas: dict[str, list[Formula]], name: str, layouts: Seque
 # For estimates: GPUs of a machine, and the microseconds and GB/s in NCCL's own tuner for small messages (protocol LL)
 # over NVLink and over a network of 400 Gb/s: src/graph/tuning.cc of github.com/NVIDIA/nccl, commit 01afd20.
 GPUS = 8
-TREE_START, TREE_INSIDE, TREE_BETWEEN, TREE_SPEED = 4.4, 1.8 * 0.52, 5.0, 50 * 0.9 / 3.8 / 2
-RING_START, RING_BETWEEN, RING_SPEED = 3.6, 2.7, 50 / 4
+TREE_START = 4.4
+TREE_INSIDE = 1.8 * 0.52
+TREE_BETWEEN = 5.0
+TREE_SPEED = 50 * 0.9 / 3.8 / 2
+RING_START = 3.6
+RING_BETWEEN = 2.7
+RING_SPEED = 50 / 4
 
 
 def microseconds(call: Call, layout: Layout) -> float:
@@ -311,7 +317,8 @@ def microseconds(call: Call, layout: Layout) -> float:
 
     Ranks of a machine are neighbours, in Megatron's order tp, cp, dp, pp. Nothing is sent.
     """
-    size, apart = layout.size(call.group), layout.tp if call.group != "pp" else layout.tp * layout.cp * layout.dp
+    size = layout.size(call.group)
+    apart = layout.tp if call.group != "pp" else layout.tp * layout.cp * layout.dp
     if call.kind == "BROADCAST":
         return RING_START + size * RING_BETWEEN + call.payload / (1000 * RING_SPEED)
     near = min(size, max(1, GPUS // apart))

@@ -43,7 +43,9 @@ VARIANTS = {
 }
 WARM_UP = 5
 
-SEQUENCES, LENGTH, VOCABULARY = 4, 256, 2048
+SEQUENCES = 4
+LENGTH = 256
+VOCABULARY = 2048
 LARGE = f"""--cpu --from-scratch --num-layers=8 --hidden-size=512 --ffn-hidden-size=1536 --num-attention-heads=8
 --group-query-attention --num-query-groups=4 --position-embedding-type=rope --normalization=RMSNorm --swiglu
 --disable-bias-linear --seq-length={LENGTH} --vocab-size={VOCABULARY} --task=count_up --max-response-length=200
@@ -144,7 +146,8 @@ def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
 
     mask = torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)
     mask[:, 32:240] = True
-    generator, groups = torch.Generator().manual_seed(seed), torch.arange(SEQUENCES) // 2
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.arange(SEQUENCES) // 2
     return near_rollouts(trainer, mask, 0.03, generator, group_ids=groups)
 
 

@@ -147,7 +147,8 @@ class MicroBatch(NamedTuple):
 
 def micro_batch(batch: Batch, layout: Layout, groups: ParallelGroups, index: int) -> MicroBatch:
     """Random tokens that differ between ranks; the last rank has none that count."""
-    rank, local = group_rank(groups.cp), batch.length // layout.cp
+    rank = group_rank(groups.cp)
+    local = batch.length // layout.cp
     if batch.packed:
         lengths = [2 * (1 + 7 * (index + row) % (local // 2)) for row in range(batch.micro_size)]
         cut = SequenceLayout.packed([0, *itertools.accumulate(lengths)], cp_rank=rank, cp_size=layout.cp)
@@ -163,7 +164,8 @@ def micro_batch(batch: Batch, layout: Layout, groups: ParallelGroups, index: int
 
 def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> PlanInputs:
     """The inputs of a plan with every optional field."""
-    size, steps = batch.micro_size, len(parts) // batch.mini_batches
+    size = batch.micro_size
+    steps = len(parts) // batch.mini_batches
     ids = [torch.full((size,), index // steps) for index in range(len(parts))]
     return PlanInputs(
         None if bypass else [part.train for part in parts],
@@ -196,7 +198,9 @@ def trace(
 ) -> list[Call]:
     """This rank's collectives in a rollout batch and its optimizer steps."""
     correction = RolloutCorrection(config, groups, loss=loss, one_pass=one_pass)
-    count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
+    count = batch.micro_batches
+    parts = list[MicroBatch]()
+    inputs = None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
         inputs = plan_inputs(parts, batch, correction.corrects_in_loss)

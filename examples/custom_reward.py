@@ -16,5 +16,6 @@ def last_number(*, prompt: str, response: str, label: object, record: dict[str, 
         record: the prompt's line in its file; empty for other tasks.
     """
     numbers = re.findall(r"-?\d+", response)
-    right, short = float(numbers[-1:] == [str(label)]), float(len(response) < 40)
+    right = float(numbers[-1:] == [str(label)])
+    short = float(len(response) < 40)
     return {"reward": 0.9 * right + 0.1 * short, "right": right, "short": short}

@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_rc import group_advantages
 
-DIGITS, LENGTH, ROWS = 8, 16, 64
+DIGITS = 8
+LENGTH = 16
+ROWS = 64
 GIVEN = ("rollout_log_probs", "response_mask", "advantages")
 PROMPTS = torch.arange(ROWS) // 8
 # The engine: the probability that digit j follows digit i. It takes no new weights.
@@ -36,7 +38,8 @@ def sample(batch: int) -> dict[str, torch.Tensor]:
     tokens = PROMPTS.unsqueeze(1)
     for _ in range(LENGTH):
         tokens = torch.cat([tokens, torch.multinomial(ENGINE[tokens[:, -1]], 1, generator=dice)], 1)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:]
     mask = torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (ROWS, 1), generator=dice)
     right = mask & (labels == (inputs + 1) % DIGITS)
     advantages = group_advantages(right.sum(1) / mask.sum(1), PROMPTS).float().unsqueeze(1).expand(mask.shape)

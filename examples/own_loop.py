@@ -24,7 +24,9 @@ from next_digit import DIGITS, LENGTH, ROWS
 import megatron_rc as rc
 from megatron_rc.parallel import ParallelGroups, SequenceLayout, vocab_parallel_log_probs
 
-STEPS, SIZE = 2, 8  # optimizer steps of a rollout batch, rows of a micro-batch
+# optimizer steps of a rollout batch, rows of a micro-batch
+STEPS = 2
+SIZE = 8
 
 
 class Loop:
@@ -69,14 +71,16 @@ class Loop:
 
     def learn(self, whole: dict[str, torch.Tensor]) -> dict[str, float]:
         """Learn from one rollout batch; return metrics of it and its last step, alike on all ranks except ``right``."""
-        dp_rank, dp_size = dist.get_rank(self.groups.dp), dist.get_world_size(self.groups.dp)
+        dp_rank = dist.get_rank(self.groups.dp)
+        dp_size = dist.get_world_size(self.groups.dp)
         rows = torch.arange(ROWS).view(STEPS, -1, SIZE)[:, dp_rank::dp_size].flatten(0, 1)
         local = [{name: self.layout.cut(full[some]).cuda() for name, full in whole.items()} for some in rows]
         # (3) log π_old: a forward-only pass over the same micro-batches, cut alike. Other stages get [].
         with torch.no_grad():
             old = self.run(self.log_probs, [(data,) for data in local], forward_only=True)
         # (4) The plan, on every stage: weights, masks, denominators, metrics. Only the last stage has log-probs.
-        inputs, a_step = None, len(local) // STEPS
+        inputs = None
+        a_step = len(local) // STEPS
         if old:
             given = {name: [data[name] for data in local] for name in next_digit.GIVEN}
             ids = [torch.full((SIZE,), index // a_step) for index in range(len(local))]

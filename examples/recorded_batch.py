@@ -21,7 +21,8 @@ import megatron_rc as rc
 def make(folder: Path) -> None:
     """Write 64 responses of 8 to 64 tokens; the engine's log-probs err by 0.1 nats, in the last 8 responses by 0.5."""
     dice = torch.Generator().manual_seed(0)
-    rows, length = 64, 72
+    rows = 64
+    length = 72
     response = torch.arange(length) >= 8
     response = response & (torch.arange(length) < torch.randint(16, length + 1, (rows, 1), generator=dice))
     old = -3 * torch.rand(rows, length, generator=dice) - 0.01
@@ -98,7 +99,8 @@ def main() -> None:
         if args.make:
             make(args.make)
             return
-        batch, config = read(args.records), rc.rollout_correction_config_from_args(args)
+        batch = read(args.records)
+        config = rc.rollout_correction_config_from_args(args)
         if config.bypass_mode:
             raise ValueError(f"--rollout-correction-preset {args.rollout_correction_preset}: use a decoupled preset")
         mask = batch.response_mask & ~batch.old_log_probs.isnan()  # the tokens that the trainer scored

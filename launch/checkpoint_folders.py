@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_PARTIAL, _REMOVED, _REPLACED = ".partial", ".removed", ".replaced"
+_PARTIAL = ".partial"
+_REMOVED = ".removed"
+_REPLACED = ".replaced"
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:

@@ -66,7 +66,8 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
 
     A class of the user's own has to be named by the request: a checkpoint alone imports nothing.
     """
-    task, files = config.task, config.checkpoints
+    task = config.task
+    files = config.checkpoints
     is_own = task.tokenizer_type != HUGGING_FACE and is_python_spec(task.task)
     if own_task != (task.task if is_own else None):
         if not is_own:
@@ -79,7 +80,8 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
             raise ConfigurationError(f"--tokenizer-model {folder}: the run had one token a character: drop the flag")
         if task.task is None:
             return CharacterText()
-        training, response = config.training, config.rollouts.max_response_length
+        training = config.training
+        response = config.rollouts.max_response_length
         return make_task(task.task, training.seed, None, training.seq_length, response).text
     known = folder or task.tokenizer_model or files.load_hf
     if known is None or not Path(known).is_dir():

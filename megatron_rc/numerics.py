@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
-USABLE, NUM_KINDS = 1, 5  # of :func:`log_prob_kinds`
+# of :func:`log_prob_kinds`
+USABLE = 1
+NUM_KINDS = 5
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
 NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, 25 · 2²⁷ · id and more, is exact in float64
 EXP_LIMIT = 20.0  # a ratio of a token is exp(clamp(x, ±20)), in nats
@@ -81,8 +83,10 @@ def two_point_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     The divergence of two distributions over two events: this token, and any other. 1 - p and 1 - q are never taken for
     less than 1e-8, so that the value of a certain token is finite.
     """
-    log_p, log_q = log_p.clamp(max=-CERTAIN), log_q.clamp(max=-CERTAIN)
-    other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)
+    log_p = log_p.clamp(max=-CERTAIN)
+    log_q = log_q.clamp(max=-CERTAIN)
+    other_p = -torch.expm1(log_p)
+    other_q = -torch.expm1(log_q)
     return log_p.exp() * (log_p - log_q) + other_p * (other_p.log() - other_q.log())
 
 

@@ -14,7 +14,8 @@ from benchmarks.study.results import read
 from benchmarks.study.settings import BLOCKS, HARD, ROOT, runs_of
 
 DOCS = ROOT / "docs"
-DATA, HARD_DATA = DOCS / "study.json", DOCS / "study_hard.json"
+DATA = DOCS / "study.json"
+HARD_DATA = DOCS / "study_hard.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -45,7 +45,8 @@ def table(outcomes: Iterable[Outcome], block: Block) -> str:
 
 def _count(own: Sequence[Outcome], block: Block) -> str:
     """The number of runs and their time, and the runs that are missing."""
-    made, lacking = {outcome.key for outcome in own}, dict[str, list[str]]()
+    made = {outcome.key for outcome in own}
+    lacking = dict[str, list[str]]()
     for run in block.runs:
         if run.key not in made:
             lacking.setdefault(f"`{run.mismatch.name}-{run.correction.name}`", []).append(str(run.seed))
@@ -68,7 +69,8 @@ def _lines(own: Sequence[Outcome], block: Block) -> list[str]:
         counts = Counter(verdict(one, reference) for one in found)
         said = ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
         means = [_spread([one.mean(measure) for one in found]) for measure in _MEANS]
-        ends, runs = [one.final for one in found], [one.over_the_run for one in found]
+        ends = [one.final for one in found]
+        runs = [one.over_the_run for one in found]
         entropy = _spread([one.at_the_end("entropy") for one in found])
         cells = [kind.title, how.title, _spread(ends), said, _spread(runs), compared(own, block, kind, how)]
         lines.append(f"| {' | '.join([*cells, *means, entropy])} |")
@@ -86,7 +88,8 @@ def compared(own: Sequence[Outcome], block: Block, kind: Mismatch, how: Correcti
     Empty with fewer than all seeds of the study, or if it is compared with nothing in the block.
     """
     other = next((one for at, one in block.kinds if at is kind and one.name == how.against), how)
-    found, others = seeds_of(own, kind, how), seeds_of(own, kind, other)
+    found = seeds_of(own, kind, how)
+    others = seeds_of(own, kind, other)
     if other is how or not len(found) == len(others) == len(SEEDS):
         return ""
     at_end = apart([one.final for one in found], [one.final for one in others])

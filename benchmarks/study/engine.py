@@ -44,7 +44,8 @@ class StudyEngine:
         rest = (inputs.text.ends, inputs.text.pad, launch.device)
         self.exact = TransformersEngine(inputs.model, "fp32", *rest)
         self.sampler = TransformersEngine(inputs.model, dtype, *rest, reports_experts=inputs.config.replays_rollouts)
-        self.levels, self.warming = levels, warming
+        self.levels = levels
+        self.warming = warming
         self._rounded = _linear_weights(self.sampler.model) if levels else set()
         self._is_long = inputs.config.task.task == CountOn.NAME
         self._file = Path(launch.runs_dir) / launch.run_name / POLICY_FILE

@@ -47,7 +47,9 @@ def run_all(runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Ca
         StudyError: a run was killed, or its flags cannot work. Other running ones are ended and will be run again.
     """
     waiting = missing(runs, data)
-    total, begun, commit = len(waiting), time.monotonic(), _commit()
+    total = len(waiting)
+    begun = time.monotonic()
+    commit = _commit()
     say(f"{len(runs) - total} of {len(runs)} runs are in {data}, {total} to go, {at_once} at a time")
     under_way: dict[Run, subprocess.Popen[bytes]] = {}
     try:

@@ -110,7 +110,8 @@ def reference_of(outcomes: Iterable[Outcome]) -> float:
 
 def apart(own: Sequence[float], others: Sequence[float]) -> int:
     """1 if the smallest of ``own`` is above the largest of ``others`` by ``APART_BY``, -1 the other way, else 0."""
-    above, below = min(own) - max(others), min(others) - max(own)
+    above = min(own) - max(others)
+    below = min(others) - max(own)
     return int(above >= APART_BY) - int(below >= APART_BY)
 
 

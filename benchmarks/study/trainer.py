@@ -10,7 +10,8 @@ from benchmarks.study.settings import ENGINES, GAVE_UP
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.measures import shift
 
-USAGE_ERROR, STOPPED = 2, 4
+USAGE_ERROR = 2
+STOPPED = 4
 
 
 def main(words: Sequence[str]) -> None:

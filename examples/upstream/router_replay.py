@@ -41,7 +41,8 @@ def of_this_project(recorded: torch.Tensor) -> str:
     """The experts of this project's object in RouterReplay's place."""
     replay = ReplayedRouter(layer=0, device=SCORES.device)
     replay.begin_pass()
-    replay.experts, replay.is_running = recorded, True
+    replay.experts = recorded
+    replay.is_running = True
     return str(replay.get_replay_topk(SCORES, 1, default_compute_topk=top_k)[1].flatten().tolist())
 
 

@@ -25,7 +25,9 @@ import next_digit
 from megatron_rc.launch.training.models.output import processed
 from megatron_rc.parallel import ParallelGroups, SequenceLayout, log_prob_processor
 
-VOCABULARY, LENGTH, ROWS = 4096, 16, 8
+VOCABULARY = 4096
+LENGTH = 16
+ROWS = 8
 
 
 class Largest(TorchDispatchMode):
@@ -66,7 +68,10 @@ def compare(tp: int, pp: int, cp: int) -> dict[str, float] | None:
     model = GPTModel(config, layers, VOCABULARY, LENGTH, *ends, position_embedding_type="rope").eval()
     layout = SequenceLayout.padded(ROWS, LENGTH // cp, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=cp)
     whole = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    tokens, labels, numbers, found = layout.cut(whole[:, :-1]), layout.cut(whole[:, 1:]), {}, []
+    tokens = layout.cut(whole[:, :-1])
+    labels = layout.cut(whole[:, 1:])
+    numbers = {}
+    found = []
     for name, way in (("gathered", gathered), ("sharded", sharded)):
 
         def forward_step(_: Any, chunk: Any, way: Any = way) -> tuple[torch.Tensor, Any]:

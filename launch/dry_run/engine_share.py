@@ -36,7 +36,8 @@ def vllm_share(config: RunConfig) -> float:
 
 def _transformers_bytes(config: RunConfig) -> int:
     """Bytes of the whole model, and of keys and values for all sequences of a replica at full length."""
-    family, layers = find_family(config), config.transformer
+    family = find_family(config)
+    layers = config.transformer
     if family is None:
         raise RuntimeError("an engine needs a model of a Hugging Face architecture")
     lower = not config.launch.on_cpu and config.engine.rollout_dtype != "fp32"

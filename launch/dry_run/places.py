@@ -30,7 +30,8 @@ def places(config: RunConfig) -> list[Place]:
     Experts have an order of their own within a stage: the ranks that split one expert vary fastest, then EP.
     """
     parallel = config.parallel
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
     stage = tp * cp * config.data_parallel_size
     engine = "" if config.rollouts.load_rollouts else config.engine.rollout_engine
     found = []

@@ -159,7 +159,8 @@ def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
     if length is not None and length < len(token_ids):
         raise EngineError(f"{where} {_went_on(ask.ends, token_ids[:length])}")
     if length is None and len(token_ids) < ask.max_new_tokens:
-        last, ends = token_ids[-1], ", ".join(map(str, ask.ends.token_ids))
+        last = token_ids[-1]
+        ends = ", ".join(map(str, ask.ends.token_ids))
         problem = (
             f"the response was cut after {len(token_ids)} of {ask.max_new_tokens} tokens: raise the engine's longest "
             "sequence (vLLM: --max-model-len, SGLang: --context-length)"

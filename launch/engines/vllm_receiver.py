@@ -56,7 +56,8 @@ class StreamReceiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[mis
     Its messages are JSON from whoever reaches the server's port; :mod:`weight_stream` checks their types and values.
     """
 
-    init_info_cls, update_info_cls = Meeting, Bucket
+    init_info_cls = Meeting
+    update_info_cls = Bucket
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)

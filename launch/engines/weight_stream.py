@@ -259,7 +259,8 @@ def buckets(
     for name, tensor in weights:
         if packed and size + tensor.nbytes > most_bytes:
             yield _packed(packed)
-            packed, size = [], 0
+            packed = []
+            size = 0
         packed.append((name, tensor))
         size += tensor.nbytes
         del tensor

@@ -58,7 +58,8 @@ class VersionRange:
         versions: list[int] = []
         for span in spans if isinstance(spans, list) else [spans]:
             fields = span if isinstance(span, dict) else {}
-            start, end = fields.get("start"), fields.get("end")
+            start = fields.get("start")
+            end = fields.get("end")
             if type(start) is not int or type(end) is not int or not len(versions) == start <= end <= tokens:
                 raise EngineError(
                     f"{where} weight_versions has {repr(span)[:80]}, expected version, start {len(versions)} and an "

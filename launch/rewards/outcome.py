@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_rc.launch.python_specs import in_words, own_traceback
 
-REWARD, OBSERVATION = "reward", "observation"
+REWARD = "reward"
+OBSERVATION = "observation"
 MAX_COMPONENTS = 32
 # The largest float32; a batch holds rewards in float32.
 LARGEST = (2 - 2**-23) * 2.0**127

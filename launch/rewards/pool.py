@@ -84,9 +84,13 @@ class _Worker:
     """One process at a time; after its end the next sample starts another."""
 
     def __init__(self, source: Source, timeout: float, load_timeout: float = LOAD_SECONDS) -> None:
-        self.source, self.timeout, self.load_timeout = source, timeout, load_timeout
+        self.source = source
+        self.timeout = timeout
+        self.load_timeout = load_timeout
         self._lock = threading.Lock()
-        self._is_closed, self._is_loaded, self._has_ended = False, False, True
+        self._is_closed = False
+        self._is_loaded = False
+        self._has_ended = True
         with suppress(OSError):  # the error comes again when a sample needs the process
             self._start()
 
@@ -149,7 +153,8 @@ class _Worker:
                 with theirs:
                     self._process = _start_process(theirs.fileno(), stacks.fileno())
                 unused.pop_all()
-            self._connection, self._stacks = connection, stacks
+            self._connection = connection
+            self._stacks = stacks
             self._is_loaded = self._has_ended = False
         setup = Setup(self.source, self.timeout, self.load_timeout, os.getpid(), self._stacks.fileno())
         self._connection.send_bytes(pickle.dumps(setup))

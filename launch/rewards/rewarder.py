@@ -59,7 +59,9 @@ class Rewarder:
     """The rule of a run, and its replies to turns, on the first rank of one replica. Makes no collective."""
 
     def __init__(self, config: RunConfig, replica: int) -> None:
-        self.config, self.settings, self.replica = config, config.rewards, replica
+        self.config = config
+        self.settings = config.rewards
+        self.replica = replica
         self.source = source_of(config)
         self.file = errors_file(config)
         self._scorer: InProcess | RewardPool
@@ -194,7 +196,8 @@ def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Re
     buffer = config.rewards.overlong_buffer
     if config.rewards.overlong != "penalise" or buffer is None:
         return rewards
-    free, factor = config.rollouts.max_response_length - buffer, config.rewards.overlong_penalty_factor
+    free = config.rollouts.max_response_length - buffer
+    factor = config.rewards.overlong_penalty_factor
     penalties = [factor * max(0, length - free) / buffer for length in lengths]
     outcomes = [
         replace(one, components={**one.components, PENALTY: off})
@@ -207,7 +210,8 @@ class InProcess:
     """Scoring in this process by a rule that can neither hang nor crash; for use in place of :class:`RewardPool`."""
 
     def __init__(self, source: Source) -> None:
-        self._rule, self._read = source.load(), source.read
+        self._rule = source.load()
+        self._read = source.read
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """Return one outcome for each request, in order."""

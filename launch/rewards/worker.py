@@ -37,7 +37,8 @@ def main(argv: list[str]) -> None:
     worker = os.getpid()
     faulthandler.dump_traceback_later(setup.load_timeout, file=setup.stacks)
     try:
-        rule, problem = setup.source.load(), ""
+        rule = setup.source.load()
+        problem = ""
     except ConfigurationError as error:
         problem = str(error)
     except BaseException as error:  # a library can raise any error; the parent says it

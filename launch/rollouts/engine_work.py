@@ -23,7 +23,9 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.25
 # Pauses between two looks of the other ranks: a share of the time waited, within bounds. The store's own wait warns at
 # every timeout.
-_SHARE, _SHORTEST, _LONGEST = 0.01, 1e-3, 0.5
+_SHARE = 0.01
+_SHORTEST = 1e-3
+_LONGEST = 0.5
 # Time for engines that give up at the limit to report it.
 _GRACE_SECONDS = 60
 

@@ -22,7 +22,8 @@ def number_or_pattern(word: str) -> int | list[int]:
 
 def _pattern(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _pattern(node.left), _pattern(node.right)
+        left = _pattern(node.left)
+        right = _pattern(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:

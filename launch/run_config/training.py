@@ -299,5 +299,6 @@ class LoggingSection(Section):
     @property
     def profiled_steps(self) -> tuple[int, int]:
         """Number of steps before the profiler's recording, and at its end; defaults as in Megatron-LM."""
-        start, end = self.profile_step_start, self.profile_step_end
+        start = self.profile_step_start
+        end = self.profile_step_end
         return 10 if start is None else start, 12 if end is None else end

@@ -16,11 +16,9 @@ from megatron_rc.launch.errors import ConfigurationError
 TOKENIZER = "tokenizer"
 # Files of a model's directory whose entry ``eos_token_id`` names end tokens, as transformers' ``generate`` reads them.
 FILES = ("config.json", "generation_config.json")
-STOP_TOKENS, NO_STOP_TOKENS, STOP_STRINGS = (
-    "--rollout-stop-token-ids",
-    "--rollout-no-stop-token-ids",
-    "--rollout-stop",
-)
+STOP_TOKENS = "--rollout-stop-token-ids"
+NO_STOP_TOKENS = "--rollout-no-stop-token-ids"
+STOP_STRINGS = "--rollout-stop"
 # Bytes of the longest character in UTF-8.
 _LONGEST_CHARACTER = 4
 

@@ -13,7 +13,8 @@ from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 SIZE = 1_000_000
 RESPONSE_LENGTH = 32
 _HELD_OUT = 5  # one question in five is kept for evaluation
-_STRIDE, _ATTEMPTS = 9973, 200
+_STRIDE = 9973
+_ATTEMPTS = 200
 
 
 class ReasoningGym:

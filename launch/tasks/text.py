@@ -18,7 +18,9 @@ from megatron_rc.launch.tasks.ends import TOKENIZER, ResponseEnds, ends_of_direc
 from megatron_rc.launch.transformers4 import add_earlier_tokenizer_class
 
 CHARACTERS, HUGGING_FACE = TOKENIZERS = ("CharacterTokenizer", "HuggingFaceTokenizer")
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
 # Files of a transformers tokenizer.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -131,7 +133,9 @@ class CharacterText(Text):
         self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         self.tokenizer.decoder = decoders.Fuse()
         self.tokenizer.add_special_tokens([PAD, EOS])
-        self.pad, self.eos, self.size = vocabulary[PAD], vocabulary[EOS], len(vocabulary)
+        self.pad = vocabulary[PAD]
+        self.eos = vocabulary[EOS]
+        self.size = len(vocabulary)
         self.pad_token = self.pad
         self.ends = ResponseEnds((self.eos,), decode=self.decode)
 

@@ -74,12 +74,15 @@ class HuggingFaceSaves:
     """Writes ``DIR/step-N`` for ``--save-hf DIR``, every ``--save-hf-interval`` steps and at the end."""
 
     def __init__(self, config: RunConfig, trainer: Trainer, text: Text) -> None:
-        self.config, self.trainer, self.text = config, trainer, text
+        self.config = config
+        self.trainer = trainer
+        self.text = text
         self._written = -1
 
     def __call__(self, at_end: bool = False) -> None:
         """Write the model if it is due; RunError on rank 0 if it cannot be written."""
-        files, step = self.config.checkpoints, self.trainer.iteration
+        files = self.config.checkpoints
+        step = self.trainer.iteration
         due = at_end or (files.save_hf_interval is not None and step % files.save_hf_interval == 0)
         if files.save_hf is None or not due or step == self._written:
             return
@@ -148,7 +151,8 @@ def _names_ends(eos_token_id: Any, text: Text) -> bool:
 
 def _origin(config: RunConfig, text: Text, name: str) -> Path | None:
     """Path of a file of ``--load-hf``'s model, searched beside the tokenizer first; None if there is none."""
-    source, other = config.checkpoints.load_hf, config.task.tokenizer_model
+    source = config.checkpoints.load_hf
+    other = config.task.tokenizer_model
     if source is None or not isinstance(text, HuggingFaceText):
         return None
     folders = [text.folder, *([Path(source)] if other in (None, source) else [])]

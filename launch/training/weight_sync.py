@@ -59,7 +59,8 @@ class WeightSync:
     @property
     def is_wanted(self) -> bool:
         """Whether an evaluation is due: an interval or the run has ended since the last evaluation."""
-        interval, step = self.config.evaluation.eval_interval, self.trainer.iteration
+        interval = self.config.evaluation.eval_interval
+        step = self.trainer.iteration
         if interval is None or step == self.evaluated:
             return False
         return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)

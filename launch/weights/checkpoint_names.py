@@ -43,7 +43,8 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Tensor])
         if name not in missing:
             raise ValueError(f"the rollout model's weight {name} came twice")
         if shapes[name].shape != tensor.shape:
-            wanted, given = tuple(shapes[name].shape), tuple(tensor.shape)
+            wanted = tuple(shapes[name].shape)
+            given = tuple(tensor.shape)
             raise ValueError(f"the rollout model's weight {name} is {wanted}, got {given}")
         missing.discard(name)
         yield name, tensor

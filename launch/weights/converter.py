@@ -76,5 +76,6 @@ def _make_bridge(config: RunConfig) -> Any:
     described = family_of(config).hugging_face_config(config)
     bridge = AutoBridge.from_config(described, dtype=config.dtype, make_vocab_size_divisible_by=multiple)
     # mbridge sets these only for models that it builds itself.
-    bridge.vocab_size, bridge.padded_vocab_size = config.model.vocab_size, config.model.padded_vocab_size
+    bridge.vocab_size = config.model.vocab_size
+    bridge.padded_vocab_size = config.model.padded_vocab_size
     return bridge

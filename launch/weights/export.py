@@ -87,7 +87,8 @@ def _stream(
     groups: ParallelGroups,
     experts: ExpertGroups,
 ) -> Iterator[tuple[str, Tensor]]:
-    tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
+    tp_rank = group_rank(groups.tp)
+    pp_rank = group_rank(groups.pp)
     # CP ranks hold equal weights, experts excepted, so one of them sends for the replica.
     speaks = tp_rank == 0 and group_rank(groups.cp) == 0
     for unit in units:
@@ -163,7 +164,8 @@ def _to_first_stage(
             dist.send(tensor, dist.get_global_rank(group, 0), group=group)
             del tensor
         return
-    device, dtype = config.launch.device, torch.float32 if rule.is_float32 else config.dtype
+    device = config.launch.device
+    dtype = torch.float32 if rule.is_float32 else config.dtype
     for _ in rule.hugging_face:
         shape = torch.zeros(2, dtype=torch.int64, device=device)
         dist.recv(shape, dist.get_global_rank(group, source), group=group)

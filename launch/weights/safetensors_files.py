@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
 
 
@@ -24,7 +25,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     for name, tensor in tensors:
         shard[name] = tensor.detach().cpu().contiguous()
         weight_map[name] = len(files)
-        total, held = total + shard[name].nbytes, held + shard[name].nbytes
+        total = total + shard[name].nbytes
+        held = held + shard[name].nbytes
         del tensor
         if held >= shard_bytes:
             files.append(_write(folder, shard, len(files)))

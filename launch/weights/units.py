@@ -66,7 +66,8 @@ class Unit:
 def units_of(config: RunConfig) -> list[Unit]:
     """Units of the whole model, in the order of the layers."""
     family = family_of(config)
-    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.chunks_of_a_stage
+    stages = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.chunks_of_a_stage
     units = [Unit(0, 0, "", 0, family.embedding)]
     layer = 0
     for number, layers in enumerate(config.layers_of_chunks):
@@ -110,7 +111,8 @@ def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Uni
         return
     # Each expert-parallel rank owns a contiguous range of experts.
     number = experts_of(config).num_moe_experts
-    share, rules = number // config.parallel.expert_model_parallel_size, family.expert
+    share = number // config.parallel.expert_model_parallel_size
+    rules = family.expert
     for expert in range(number):
         owner, local = divmod(expert, share)
         yield Unit(layer.stage, layer.chunk, f"{layer.prefix}mlp.experts.", layer.layer, rules, expert, owner, local)

@@ -168,7 +168,8 @@ class BatchSums:
 
     def weights(self, factor: Tensor | None = None) -> list[Tensor] | None:
         """Return the bounded weights of each micro-batch, times ``factor`` = 1 / w̄; None without weights."""
-        shards, shared = self.local.shards, self.decisions.weights
+        shards = self.local.shards
+        shared = self.decisions.weights
         if shared is not None:
             per_sequence = shared.bounded if factor is None else shared.bounded * factor
             per_sequence = per_sequence.to(shards.dtype)

@@ -171,22 +171,26 @@ class _LocalTurns:
         The last column is 1 if both are one turn.
         """
         chunks, firsts, lasts = self._local_chunks
-        first_turns, last_turns = self._turn[firsts], self._turn[lasts]
+        first_turns = self._turn[firsts]
+        last_turns = self._turn[lasts]
         is_one_turn = (first_turns == last_turns).double().unsqueeze(1)
         edges = torch.cat([self.numbers[first_turns], self.numbers[last_turns], is_one_turn], dim=1)
         return edges.new_zeros(self._num_chunks(), edges.shape[1]).index_copy_(0, chunks, edges)
 
     def add_other_chunks(self, keys: Tensor, edges: Tensor) -> None:
         """Join the turns with their parts in other chunks: ``edge_keys`` and ``edge_numbers``, summed over ``cp``."""
-        num_chunks, width = self.layout.num_chunks, self.numbers.shape[1]
+        num_chunks = self.layout.num_chunks
+        width = self.numbers.shape[1]
         first_keys, last_keys = keys.view(-1, num_chunks, 2).unbind(2)
         by_sequence = edges.view(-1, num_chunks, edges.shape[1])
-        first_turns, last_turns = by_sequence[..., :width], by_sequence[..., width : 2 * width]
+        first_turns = by_sequence[..., :width]
+        last_turns = by_sequence[..., width : 2 * width]
         is_one_turn = by_sequence[..., 2 * width :] > 0
         nothing = self._nothing(by_sequence[:, 0, :1])
 
         # before[c]: what the first turn of chunk c has in the chunks before c; after[c]: its last turn, behind c.
-        before, after = [nothing], [nothing]
+        before = [nothing]
+        after = [nothing]
         for left, right in pairwise(range(num_chunks)):
             goes_on = (last_keys[:, left] == first_keys[:, right]).unsqueeze(1)
             earlier = torch.where(is_one_turn[:, left], before[-1], nothing)

@@ -23,7 +23,9 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 # Shards of up to WHOLE tokens are one block. A CPU takes larger ones in blocks of 1/38, so that the scratch stays below
 # a tensor of the shard's size, and near MIN_BLOCK within the processor's cache. A GPU takes as many tokens at once as
 # keep it busy while the host asks for the next operation.
-WHOLE, MIN_BLOCK, GPU_BLOCK = 2**18, 2**14, 2**21
+WHOLE = 2**18
+MIN_BLOCK = 2**14
+GPU_BLOCK = 2**21
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def token_blocks(
     """Yield (index of the micro-batch, block, its tokens) for all local tokens; at least one."""
     for index, part in enumerate(shards.parts):
         for block in blocks_of(part, compile=compile):
-            log_weight, statistics = None, {}
+            log_weight = None
+            statistics = {}
             if history is not None:
                 values = history[index]
                 log_weight = None if values.log_weight is None else block.take(values.log_weight)
@@ -179,7 +182,8 @@ def _token_weights(
     config: RolloutCorrectionConfig,
 ) -> Weights:
     """Return the weight of each token: ρ_t, or the product over its prefix or turn, within its bounds."""
-    log_weight, raw = log_ratio, ratio
+    log_weight = log_ratio
+    raw = ratio
     if tokens.log_weight is not None:
         # A sum over many tokens, float64: float32 would make 0 of weights below e⁻¹⁰³.
         log_weight = torch.where(valid, tokens.log_weight, zero)
@@ -203,7 +207,8 @@ def token_columns(tokens: Tokens, decisions: TokenDecisions, config: RolloutCorr
     - ``vetoed``: tokens below the veto's threshold; ``older_1``, …: tokens that reach each step of the staleness scale;
     - ``sum_<divergence>``: x of the criteria's needs.
     """
-    valid, passed = decisions.valid, decisions.passed
+    valid = decisions.valid
+    passed = decisions.passed
     weight = None if decisions.weights is None else decisions.weights.bounded
     columns = {"valid": valid, "response": tokens.mask, "train": decisions.train, "rollout": decisions.rollout}
     if weight is not None:

@@ -176,7 +176,8 @@ def effect(choice: Choice, sampled: Sampled) -> Effect:
     result = sampled.corrected(RolloutCorrectionConfig.from_dict(fields), sampled.rewards, torch.float64)
     metrics = result.metrics()
     by_sign = {sign: f"rollout_rs_masked_fraction_reward_{sign}" for sign in REWARD_SIGNS}
-    mask, weights = result.mask, result.weights
+    mask = result.mask
+    weights = result.weights
     assert isinstance(mask, Tensor)  # as the batch is one of tensors, not of lists
     mean = 1.0 if weights is None else metrics["rollout_is_mean"]
     weights = weights if isinstance(weights, Tensor) else torch.ones(mask.shape)
@@ -195,7 +196,8 @@ def effective_share(masks: Sequence[Tensor], weights: Sequence[Tensor], tokens: 
 
     ``masks`` and ``weights`` are [n, s] for each batch; tokens outside of the mask have weight 0.
     """
-    total, squares = 0.0, 0.0
+    total = 0.0
+    squares = 0.0
     for mask, weight in zip(masks, weights, strict=True):
         accepted = weight[mask].double()
         total += float(accepted.sum())

@@ -29,7 +29,9 @@ from megatron_rc.doctor.tables import (
 )
 from megatron_rc.records.tensor_files import SUFFIXES
 
-METRICS_FILE, SETTINGS_FILE, TRAINER_STATE = "metrics.jsonl", "config.yaml", "trainer_state.json"
+METRICS_FILE = "metrics.jsonl"
+SETTINGS_FILE = "config.yaml"
+TRAINER_STATE = "trainer_state.json"
 _UNREAD = (".pkl", ".pickle", ".bin", ".dp", ".npy", ".parquet", ".arrow")
 _SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
 _STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
@@ -85,12 +87,15 @@ def _read_folder(path: Path) -> Evidence:
         )
     files = _of_one_step(batches[-1], batches)
     before = [file for file in batches if file not in files]
-    sampled, place = _sampled(files), "the last of its batches"
+    sampled = _sampled(files)
+    place = "the last of its batches"
     if sampled.old_log_probs is None and before:
         # A run that ended within this batch left it without the trainer's log-probs.
         earlier = _of_one_step(before[-1], before)
         if (found := _sampled(earlier)).old_log_probs is not None:
-            files, sampled, place = earlier, found, "the last of its batches that has log-probs of the trainer"
+            files = earlier
+            sampled = found
+            place = "the last of its batches that has log-probs of the trainer"
     match = _STEP.fullmatch(files[-1].name)
     name = files[-1].name if match is None else match[1]
     return _of_batch(sampled, f"{path}, {name}, {place}", files[-1])
@@ -130,7 +135,8 @@ def _read_text(file: TextIO, path: Path) -> Evidence:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
     if first.lstrip()[0] not in "{[":
         return _of_rows(rows_of_csv(chain([first], file), path), path)
-    known, lines = object_of(first), chain([first], file)
+    known = object_of(first)
+    lines = chain([first], file)
     if known is not None and is_own(known):
         return _of_own(filter(str.strip, lines), path)
     # A record; or, without an object in the first line, one JSON value over several lines, or a list.

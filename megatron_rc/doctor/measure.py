@@ -33,7 +33,8 @@ def facts_of_batch(sampled: Sampled) -> Facts:
     if sampled.old_log_probs is None or not mask.any():
         return facts
     facts |= _library_metrics(sampled)
-    rollout, old = sampled.rollout_log_probs.double(), sampled.old_log_probs.double()
+    rollout = sampled.rollout_log_probs.double()
+    old = sampled.old_log_probs.double()
     facts |= _token_facts(rollout[mask], old[mask])
     facts |= _sequence_facts(rollout, old, mask)
     if sampled.policy_versions is not None:
@@ -70,7 +71,8 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
     """
     config = RolloutCorrectionConfig(bad_log_probs="reject_token", metric_prefix="")
     result = sampled.corrected(config)
-    measured, shift = result.metrics(), measure_shift(result.on_host.tokens)
+    measured = result.metrics()
+    shift = measure_shift(result.on_host.tokens)
     # No run has chosen these weights and their bounds.
     found = {name: value for name, value in measured.items() if not name.startswith(("rollout_is_", "rollout_rs_"))}
     found |= of_tokens(measured) | {"sequence_eff_sample_size": measured["rollout_is_raw_eff_sample_size"]}
@@ -142,9 +144,11 @@ def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, flo
     if number < 2 * least:
         return {}
     # The split with the least variance within the two kinds.
-    total, below = levels.sum(), levels.cumsum(0)[least - 1 : number - least]
+    total = levels.sum()
+    below = levels.cumsum(0)[least - 1 : number - least]
     sizes = torch.arange(least, number - least + 1, dtype=levels.dtype)
-    low, high = below / sizes, (total - below) / (number - sizes)
+    low = below / sizes
+    high = (total - below) / (number - sizes)
     between = sizes * (number - sizes) / number * (high - low).square()
     cut = int(between.argmax())
     variance = float((levels - total / number).square().sum())
@@ -158,7 +162,8 @@ def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, flo
 
 def _version_facts(rollout: Tensor, old: Tensor, versions: Tensor) -> dict[str, float]:
     """Mean |log ρ| of tokens of the newer and of the older half of the versions."""
-    newest, oldest = int(versions.max()), int(versions.min())
+    newest = int(versions.max())
+    oldest = int(versions.min())
     noise = (old - rollout).abs()
     older = versions <= (newest + oldest) / 2
     facts = {"num_versions": float(newest - oldest + 1)}

@@ -64,7 +64,8 @@ def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
 
 def _objects_of_slime(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The responses in a file of slime's --save-debug-rollout-data or --save-debug-train-data; else None."""
-    samples, columns = content.get("samples"), content.get("rollout_data")
+    samples = content.get("samples")
+    columns = content.get("rollout_data")
     if isinstance(samples, list) and samples and all(isinstance(sample, Mapping) for sample in samples):
         return samples
     if not isinstance(columns, Mapping):
@@ -111,7 +112,8 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
     rows = [row for value in objects for row in _rows(value, path)]
     pieces = [_piece(row, index, path) for index, row in enumerate(rows)]
     width = max(len(piece[0]) for piece in pieces)
-    rollout, old = _padded([piece[0] for piece in pieces], width), [piece[1] for piece in pieces]
+    rollout = _padded([piece[0] for piece in pieces], width)
+    old = [piece[1] for piece in pieces]
     mask = _padded([piece[2] for piece in pieces], width) != 0
     if not mask.any():
         raise ValueError(f"{path}: no response has a sampled token")

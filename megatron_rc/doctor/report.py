@@ -23,7 +23,10 @@ from megatron_rc.doctor.rules import (
 )
 from megatron_rc.measures.measure import REWARD_SIGNS
 
-HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
+HEALTHY = 0
+WRONG = 1
+UNUSABLE = 2
+TOO_LITTLE = 3
 NOTHING = "nothing wrong between engine and trainer"
 # Upper limit of k3 in nats for each sentence.
 GRADES = (
@@ -71,7 +74,8 @@ class Report:
 
 def examine(evidence: Evidence) -> Report:
     """Judge the input; if it is a batch with log-probs of both policies, try corrections on it."""
-    facts, sampled = evidence.facts, evidence.sampled
+    facts = evidence.facts
+    sampled = evidence.sampled
     verdicts = judge(facts)
     choice = choose(facts, verdicts, sampled)
     can_try = sampled is not None and sampled.old_log_probs is not None and choice is not None
@@ -82,7 +86,8 @@ def examine(evidence: Evidence) -> Report:
 def notes_of(report: Report) -> list[str]:
     """Sentences about omissions, and about single batches beyond a limit that are no verdict."""
     notes = list(report.evidence.notes)
-    jump, facts = BY_NAME["jump"], report.evidence.facts
+    jump = BY_NAME["jump"]
+    facts = report.evidence.facts
     if facts["beyond_count"] > 0 and not jump.holds(facts):
         notes.append(sentence(jump, facts))
     return notes

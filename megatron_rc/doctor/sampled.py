@@ -31,7 +31,8 @@ class Sampled:
         old = batch.log_probs if batch.old_log_probs is None else batch.old_log_probs
         scored = None if old is None else batch.response_mask & ~old.isnan()
         if scored is None or not scored.any():
-            old, scored = None, batch.response_mask
+            old = None
+            scored = batch.response_mask
         sampling = batch.sampling
         if batch.support_ids is not None:  # the trainer's log-probs are over the same tokens
             sampling = replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
@@ -49,7 +50,8 @@ class Sampled:
     ) -> CorrectionResult:
         """The correction of a record that has log π_old; ``dtype`` is that of the weights."""
         assert self.old_log_probs is not None
-        old, rollout = self.old_log_probs.to(dtype), self.rollout_log_probs.to(dtype)
+        old = self.old_log_probs.to(dtype)
+        rollout = self.rollout_log_probs.to(dtype)
         return correct_rollouts(old, rollout, self.response_mask, config, rewards=rewards, allow_zero_log_probs=True)
 
     def usable(self) -> Tensor:

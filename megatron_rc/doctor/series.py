@@ -245,7 +245,8 @@ def _staleness(facts: Facts) -> dict[str, float]:
     by_age = {int(match[1]): facts[name] for name in facts if (match := _STALENESS.fullmatch(name))}
     if len(by_age) < 2:
         return {}
-    fresh, stale = by_age[min(by_age)], by_age[max(by_age)]
+    fresh = by_age[min(by_age)]
+    stale = by_age[max(by_age)]
     return {"staleness_kl_growth": abs(stale) / max(abs(fresh), 1e-5)}
 
 

@@ -162,7 +162,8 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
     ``prefix`` is the run's own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of
     the two policies, or none has numbers.
     """
-    history, bad = History(), 0
+    history = History()
+    bad = 0
     names: set[Any] = set()
     for row in rows:
         names |= row.keys()

@@ -20,7 +20,9 @@ class Watch:
     """
 
     def __init__(self, interval: int, settings: Mapping[str, str], prefix: str) -> None:
-        self.interval, self.settings, self.prefix = interval, settings, prefix
+        self.interval = interval
+        self.settings = settings
+        self.prefix = prefix
         self.history = History()
         self._verdicts: tuple[str, ...] = ()
 

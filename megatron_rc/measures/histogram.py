@@ -24,7 +24,9 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _DROPPED_BITS = 18  # of the 23 of the mantissa
 _PER_OCTAVE = 32
-_LOWEST, _HIGHEST = -15, 5  # powers of two between which bins are told apart
+# powers of two between which bins are told apart
+_LOWEST = -15
+_HIGHEST = 5
 _HALF = (_HIGHEST - _LOWEST) * _PER_OCTAVE
 NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of the remaining bits, the code of a number, sign included
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
@@ -121,7 +123,8 @@ class Histogram:
         if not self._until[-1]:
             return 0.0
         index = min(bisect_left(self._until, rank), NUM_BINS - 1)
-        before, edges = self._until[index - 1] if index else 0.0, _edges()
+        before = self._until[index - 1] if index else 0.0
+        edges = _edges()
         count = self._until[index] - before
         part = (rank - before) / count if count else 0.0
         return edges[index] + (edges[index + 1] - edges[index]) * part

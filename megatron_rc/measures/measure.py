@@ -62,7 +62,8 @@ def measure_batch(
         decisions: the decisions on whole sequences.
         mask: m', the accepted mask, of each micro-batch.
     """
-    shards, config = local.shards, local.config
+    shards = local.shards
+    config = local.config
     has_weights = config.rollout_is is not None
     has_tokens = sums.valid > 0
     # By name, one number for each sequence. The header has the sum of a column over sequences; of a quantity it has the
@@ -233,14 +234,18 @@ def weight_columns(
         log_weight = decisions.weights.log
         tested = log_weight if decisions.bound_scale is None else log_weight / decisions.bound_scale
         lower, upper = config.is_log_bounds
-        mean_above, mean_below = tested > upper, tested < lower
-        above, below = sums.valid * mean_above, sums.valid * mean_below
+        mean_above = tested > upper
+        mean_below = tested < lower
+        above = sums.valid * mean_above
+        below = sums.valid * mean_below
     else:
         # A weight for each token. The mean of a sequence's unbounded weights is tested.
         mean_excess = sums.sums[raw_excess_name(config)] / sums.num_tokens
         lower, upper = scaled_bounds(config, decisions.bound_scale)
-        mean_above, mean_below = mean_excess > upper - 1, mean_excess < lower - 1
-        above, below = sums.sums["above"], sums.sums["below"]
+        mean_above = mean_excess > upper - 1
+        mean_below = mean_excess < lower - 1
+        above = sums.sums["above"]
+        below = sums.sums["below"]
     averaged_weight, averaged_count = averaged_weights(sums, decisions, config)
     columns = {
         "above": above,
@@ -340,7 +345,8 @@ def breakdowns(columns: Tensor, sums: SequenceSums, local: LocalSums, mask: Sequ
         local: the local tokens.
         mask: m' of each micro-batch.
     """
-    shards, counts = local.shards, local.shards.counts
+    shards = local.shards
+    counts = local.shards.counts
     sizes = (LENGTH_BUCKETS, len(REWARD_SIGNS), counts.max_staleness + 1, TURN_BUCKETS)
     # The tables are parts of one tensor of zeros, and are filled in place.
     by_length, by_reward, by_staleness, by_turn = sums.valid.new_zeros(sum(sizes), 3).split(sizes)

@@ -86,7 +86,8 @@ class Numbers:
     @property
     def sequences_outside(self) -> tuple[float, float]:
         """Shares of sequences whose statistic is above the criterion's bounds, and below them."""
-        above, below = self.total(f"{self.name}_above"), self.total(f"{self.name}_below")
+        above = self.total(f"{self.name}_above")
+        below = self.total(f"{self.name}_below")
         return ratio(above, self.sequences), ratio(below, self.sequences)
 
     @property
@@ -99,7 +100,8 @@ class Numbers:
 
     def range_of(self, moments: Moments[float]) -> tuple[float, float]:
         """Return (smallest, largest) value of the criterion's statistic; of -log ρ if the metrics describe that."""
-        smallest, largest = extreme(moments.smallest), extreme(moments.largest)
+        smallest = extreme(moments.smallest)
+        largest = extreme(moments.largest)
         return (0.0 - largest, 0.0 - smallest) if self.is_negated else (smallest, largest)
 
     @property

@@ -44,8 +44,11 @@ def distances(decisions: TokenDecisions, reductions: BlockReductions) -> Tensor:
         [4] float64: the sums over pairs of neighbours of d(train_t, rollout_t), straight, of d(train_t, rollout_t+1),
         small if the rollout tensor is late, and of d(train_t+1, rollout_t), small if it is early; the number of pairs.
     """
-    train, rollout, valid = decisions.train, decisions.rollout, decisions.valid
-    here, following = slice(None, -1), slice(1, None)
+    train = decisions.train
+    rollout = decisions.rollout
+    valid = decisions.valid
+    here = slice(None, -1)
+    following = slice(1, None)
     pairs = valid[..., here] & valid[..., following]
     late = train[..., here] - rollout[..., following]
     early = train[..., following] - rollout[..., here]

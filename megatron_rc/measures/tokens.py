@@ -89,9 +89,12 @@ def join_blocks(
         tokens.
     """
     first = blocks[0]
-    sums, squares = first.sums, first.squares
-    largest, smallest = first.largest, first.smallest
-    maxima, minima = first.maxima, first.minima
+    sums = first.sums
+    squares = first.squares
+    largest = first.largest
+    smallest = first.smallest
+    maxima = first.maxima
+    minima = first.minima
     if len(blocks) > 1:
         sums = torch.cat([block.sums for block in blocks], dim=1)
         squares = torch.stack([block.squares for block in blocks]).sum(0)
@@ -177,7 +180,9 @@ def token_quantities(decisions: TokenDecisions, config: RolloutCorrectionConfig)
     - of each criterion on tokens or turns, by its name: the number that it tests, clamped to the bounds.
     """
     quantities = {"ratio_excess": decisions.ratio - 1}
-    weights, valid, zero = decisions.weights, decisions.valid, decisions.zero
+    weights = decisions.weights
+    valid = decisions.valid
+    zero = decisions.zero
     if weights is not None:
         quantities["weight"] = weights.bounded
         quantities["weight_excess"] = torch.where(valid, weights.bounded - 1, zero)

@@ -16,7 +16,8 @@ from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 # The histogram of weights has eight bins for each power of 2.
-LOG_LIMIT, BINS_PER_POWER = 6, 8
+LOG_LIMIT = 6
+BINS_PER_POWER = 8
 NUM_BINS = 2 * LOG_LIMIT * BINS_PER_POWER
 MOST_TURNS = 8
 
@@ -90,7 +91,8 @@ def outcome(data: Recorded, name: str, config: RolloutCorrectionConfig) -> Outco
         allow_zero_log_probs=has_zeros,
     )
     result.check()
-    masks, weights = _listed(result.mask), _listed(result.weights) if config.applies_weights else None
+    masks = _listed(result.mask)
+    weights = _listed(result.weights) if config.applies_weights else None
     accepted = torch.cat([mask.sum(dim=1) for mask in masks])
     sums, summary = _weights(masks, weights, int(data.lengths.sum()))
     count = partial(_buckets, data.lengths, accepted)
@@ -149,7 +151,10 @@ def _weights(masks: list[Tensor], weights: list[Tensor] | None, tokens: int) -> 
     weights = [mask.double() for mask in masks] if weights is None else weights
     sums = []
     histogram = torch.zeros(NUM_BINS, dtype=torch.int64)
-    smallest, largest, num_accepted, zeros = math.inf, 0.0, 0, 0
+    smallest = math.inf
+    largest = 0.0
+    num_accepted = 0
+    zeros = 0
     for mask, values in zip(masks, weights, strict=True):
         sums.append(torch.where(mask, values, 0).sum(dim=1, dtype=torch.float64))
         accepted = values[mask]

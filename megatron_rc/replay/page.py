@@ -21,8 +21,10 @@ from megatron_rc.replay.report import as_text
 from megatron_rc.replay.tokens import Recorded
 
 TITLE = "Replay of rollouts under other corrections"
-NUM_POINTS, MOST_SEQUENCES = 2000, 1500
-BAND_TOKENS, BAND_BINS = 200_000, 24
+NUM_POINTS = 2000
+MOST_SEQUENCES = 1500
+BAND_TOKENS = 200_000
+BAND_BINS = 24
 # Corrections whose sequences have a chart of their own.
 MOST_CORRECTIONS = 6
 _LEAST_IN_BIN = 20
@@ -88,7 +90,9 @@ class _Tokens:
 
 def _draw_tokens(data: Recorded, generator: torch.Generator) -> _Tokens:
     """Draw at most ``BAND_TOKENS`` of all tokens."""
-    positions, rollout, old = [], [], []
+    positions = []
+    rollout = []
+    old = []
     for part in data.parts:
         first = part.mask.int().argmax(dim=1, keepdim=True)
         columns = torch.arange(part.mask.shape[1]) - first

@@ -120,7 +120,8 @@ def _rollout_ids(records: RolloutBatch) -> Tensor:
 
 def _numbered(group_ids: Sequence[Tensor]) -> Tensor:
     """[n]: prompts numbered from 0; equal numbers in different batches are different prompts."""
-    numbers, first = [], 0
+    numbers = []
+    first = 0
     for ids in group_ids:
         known, own = ids.unique(return_inverse=True)
         numbers.append(own + first)

@@ -259,7 +259,8 @@ class InLossPlan(Plan):
         """Return G of a step, 0-D: the denominator of the aggregation, times w̄ with batch normalisation."""
         tokens, sequences, accepted_tokens, accepted_sequences = denominators.counts[0]
         if self.config.rejection_denominator == "accepted":
-            tokens, sequences = accepted_tokens, accepted_sequences
+            tokens = accepted_tokens
+            sequences = accepted_sequences
         final = denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
         if self.config.rollout_is_batch_normalize:
             # The normalization is 1 / w̄.

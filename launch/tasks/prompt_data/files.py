@@ -43,7 +43,8 @@ class JsonLines:
     """Rows of a file with one JSON object per line. Memory: eight bytes per line, its offset."""
 
     def __init__(self, name: str, path: str, visit: Visit) -> None:
-        self.name, self.path = name, path
+        self.name = name
+        self.path = path
         self._starts = array("Q", [0])
         digest = hashlib.blake2b(digest_size=8)
         try:

@@ -25,7 +25,8 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
     weights: list[Fraction | None] = [None] * len(words)
     paths = list(words)
     if numbers[0] is not None:
-        weights, paths = numbers[::2], list(words[1::2])
+        weights = numbers[::2]
+        paths = list(words[1::2])
         wrong = [word for word, number in zip(words[::2], weights, strict=True) if number is None or number <= 0]
         if wrong or len(paths) < len(weights):
             found = wrong[0] if wrong else words[-1]

@@ -21,7 +21,9 @@ class Room:
     """
 
     def __init__(self, text: Text, seq_length: int, response: int, drops: bool) -> None:
-        self.text, self.tokens, self.drops = text, seq_length - response, drops
+        self.text = text
+        self.tokens = seq_length - response
+        self.drops = drops
         self.words = f"tokens, and --seq-length {seq_length} less --max-response-length {response} leaves {self.tokens}"
         self._frames: dict[tuple[str, ...], int] = {}
 

@@ -17,7 +17,8 @@ from megatron_rc.launch.tasks.prompt_data.room import Room
 from megatron_rc.launch.tasks.prompt_data.rows import Row, RowFormat
 from megatron_rc.launch.tasks.text import Problem, Text
 
-PROMPT_DATA, EVAL_DATA = "--prompt-data", "--eval-data"
+PROMPT_DATA = "--prompt-data"
+EVAL_DATA = "--eval-data"
 _log = logging.getLogger("megatron_rc")
 
 
@@ -45,7 +46,8 @@ class PromptData:
         room: Room,
         max_response_length: int,
     ) -> None:
-        self.text, self.max_response_length = text, max_response_length
+        self.text = text
+        self.max_response_length = max_response_length
         parts = parse_mixture(PROMPT_DATA, train)
         self._train = [
             PromptFile(PROMPT_DATA, path, row_format, room, f"{seed}/{number}")
@@ -117,7 +119,10 @@ class PromptFile:
     """Prompts of one file that leave room for a response."""
 
     def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
-        self.path, self._row_format, self._kept, shortest = path, row_format, array("Q"), 0
+        self.path = path
+        self._row_format = row_format
+        self._kept = array("Q")
+        shortest = 0
 
         def visit(index: int, row: Row) -> None:
             nonlocal shortest

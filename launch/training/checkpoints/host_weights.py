@@ -25,7 +25,9 @@ class HostWeights:
     """
 
     def __init__(self, name: str, chunks: Sequence[torch.nn.Module], version: int) -> None:
-        self.name, self.chunks, self.version = name, chunks, version
+        self.name = name
+        self.chunks = chunks
+        self.version = version
 
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
         """Context in which the policy has these weights; afterwards it has its own, bit for bit."""
@@ -59,7 +61,8 @@ class Reference(HostWeights):
         read: Callable[[Sequence[ModelChunk]], object] | None = None,
     ) -> None:
         super().__init__("reference", host_copy(config, chunks), version=0)
-        self.interval, self.is_of_its_own = config.reference.ref_update_interval, read is not None
+        self.interval = config.reference.ref_update_interval
+        self.is_of_its_own = read is not None
         if read is not None:
             with self.in_place_of(chunks):
                 read(chunks)
@@ -85,7 +88,8 @@ class SamplingWeights(HostWeights):
     """
 
     def __init__(self, config: RunConfig, chunks: Sequence[ModelChunk]) -> None:
-        rollouts, files = config.rollouts, config.checkpoints
+        rollouts = config.rollouts
+        files = config.checkpoints
         samples_ahead = rollouts.rollout_staleness and not rollouts.load_rollouts
         is_wanted = samples_ahead and not config.engine.rl_partial_rollouts and (files.save or files.load)
         super().__init__("sampling", host_copy(config, chunks) if is_wanted else [], version=-1)

@@ -28,7 +28,8 @@ def load_optimizer_and_schedule(config: RunConfig, trained: TrainedModel, optimi
     Raises:
         ValueError: a number of the schedule is not the checkpoint's, and no flag says which of the two counts.
     """
-    optimizer, scheduler = trained.optimizer, trained.scheduler
+    optimizer = trained.optimizer
+    scheduler = trained.scheduler
     override = config.checkpoints.override_opt_param_scheduler
     numbers_of_run = [_some(group, (*_RATES, *_OF_OPTIMIZER)) for group in optimizer.param_groups]
     # Since 0.19 Megatron looks for a group with equal rates.

@@ -20,7 +20,8 @@ from megatron_rc.launch.training.batches.micro_batches import LocalBatch, cut_ba
 from megatron_rc.launch.training.checks.batch_check import EngineDistance
 from megatron_rc.parallel.groups import ParallelGroups
 
-SEQUENCES, TOKENS = 8, 16
+SEQUENCES = 8
+TOKENS = 16
 
 
 class SyncCheck:

@@ -95,7 +95,8 @@ def host_copy(config: RunConfig, chunks: Sequence[ModelChunk]) -> list[ModelChun
     """Copies of the chunks with frozen weights in host memory, pinned if there is a GPU."""
     transformer = copy.copy(chunks[0].config)
     # No random initialization, because the weights are overwritten below.
-    transformer.use_cpu_initialization, transformer.perform_initialization = True, False
+    transformer.use_cpu_initialization = True
+    transformer.perform_initialization = False
     there = dataclasses.replace(config, launch=dataclasses.replace(config.launch, on_cpu=True))
     copies = build_chunks(there, transformer)
     for frozen, chunk in zip(copies, chunks, strict=True):
@@ -125,7 +126,8 @@ def wrap_chunks(config: RunConfig, chunks: list[ModelChunk]) -> list[Distributed
         chunk.broadcast_params()
     if ddp_config.overlap_grad_reduce:
         # With these functions the schedule reduces gradients during the last micro-batch's backward pass.
-        stops, starts = [chunk.no_sync for chunk in model], [chunk.start_grad_sync for chunk in model]
+        stops = [chunk.no_sync for chunk in model]
+        starts = [chunk.start_grad_sync for chunk in model]
         # Megatron's schedules take a function for one chunk, a list for several.
         transformer.no_sync_func, transformer.grad_sync_func = (
             (stops, starts) if len(model) > 1 else (stops[0], starts[0])
@@ -137,7 +139,8 @@ def build_optimizer(
     config: RunConfig, model: list[DistributedDataParallel], timers: Any = None
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Build Megatron's optimizer and its schedule, which counts optimizer steps; ``timers``: Megatron's timers."""
-    settings, schedule = config.optimizer, config.schedule
+    settings = config.optimizer
+    schedule = config.schedule
     optimizer = get_megatron_optimizer(build_optimizer_config(config), model, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _make_state(part.optimizer)

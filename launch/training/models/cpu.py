@@ -105,7 +105,8 @@ def _on_one_device(make: Callable[..., None]) -> Callable[..., None]:
                 devices.extend(group.options._devices)
             return
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._timeout = devices, timeout
+        options._devices = devices
+        options._timeout = timeout
         make(group, store, rank, size, options)
 
     return make_on_one
@@ -148,7 +149,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
     # Separate from the CPU's generator, which draws the initial weights. Megatron uses the CUDA generator only for
     # dropout, which the flag checks refuse.
-    generator, stream, cpu = torch.Generator(), _Stream(), torch.device("cpu")
+    generator = torch.Generator()
+    stream = _Stream()
+    cpu = torch.device("cpu")
     yield torch.cuda, "current_device", lambda: cpu
     for owner, name in ((torch.cuda, "get_rng_state"), (megatron_random, "_get_cuda_rng_state")):
         yield owner, name, lambda *_, **__: generator.get_state()
@@ -159,7 +162,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "stream", lambda _: contextlib.nullcontext()
     for name in ("current_stream", "default_stream"):
         yield torch.cuda, name, lambda *_: stream
-    cuda, nvtx = torch.cuda, torch.cuda.nvtx
+    cuda = torch.cuda
+    nvtx = torch.cuda.nvtx
     for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (nvtx, "range_push"), (nvtx, "range_pop")):
         yield owner, name, lambda *_, **__: None
     # megatron-core 0.16 believes that Transformer Engine is installed if its own wrapper module is.

@@ -37,7 +37,8 @@ def layer_pattern(config: RunConfig) -> str:
 def whole(transformer: TransformerConfig) -> TransformerConfig:
     """The config of all layers on one pipeline stage, for the layers' spec."""
     found = copy.copy(transformer)
-    found.pipeline_model_parallel_size, found.virtual_pipeline_model_parallel_size = 1, None
+    found.pipeline_model_parallel_size = 1
+    found.virtual_pipeline_model_parallel_size = None
     found.pipeline_model_parallel_layout = None
     return found
 
@@ -112,9 +113,11 @@ class Stack(HybridStack):  # type: ignore[misc]
     def __init__(self, *args: Any, norm: Any, alike: bool, **more: Any) -> None:
         # HybridStack would always make Transformer Engine's norm.
         super().__init__(*args, post_layer_norm=False, **more)
-        self.post_layer_norm, self.alike = True, alike
+        self.post_layer_norm = True
+        self.alike = alike
         if self.post_process:
-            width, epsilon = self.config.hidden_size, self.config.layernorm_epsilon
+            width = self.config.hidden_size
+            epsilon = self.config.layernorm_epsilon
             self.final_norm = norm(config=self.config, hidden_size=width, eps=epsilon)
 
     def sharded_state_dict(
@@ -122,9 +125,11 @@ class Stack(HybridStack):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """The sharded state, stored as :class:`TransformerBlock` stores it, so that either model can load it."""
         state: dict[str, Any] = {}
-        layers, alike = self.config.num_layers, self.alike
+        layers = self.config.num_layers
+        alike = self.alike
         for index, half in enumerate(self.layers):
-            own, number = f"{prefix}layers.{index}.", half.layer_number - 1
+            own = f"{prefix}layers.{index}."
+            number = half.layer_number - 1
             offsets = [(0, number, layers)] if alike else []
             found = half.sharded_state_dict(own, offsets, metadata)
             replace_prefix_for_sharding(found, own, f"{prefix}layers." if alike else f"{prefix}layers.{number}.")

@@ -203,7 +203,8 @@ class LocalAttention(torch.nn.Module):
         size = group_size(self.cp_group)
         if size > 1:
             gather = tensor_parallel.gather_from_sequence_parallel_region
-            key, value = gather(key, group=self.cp_group), gather(value, group=self.cp_group)
+            key = gather(key, group=self.cp_group)
+            value = gather(value, group=self.cp_group)
         if query.dim() == 4:
             mask = None
             if size > 1:
@@ -220,7 +221,8 @@ class LocalAttention(torch.nn.Module):
         One call for neighbours of equal length: a mask over all packed tokens would compute the products of different
         sequences too.
         """
-        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        size = group_size(self.cp_group)
+        rank = group_rank(self.cp_group)
         if size == 1:
             attend_all = varlen_attention(query, value)
             if attend_all is not None:

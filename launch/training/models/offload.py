@@ -31,7 +31,8 @@ class Offload:
         if self._away:
             return
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
-        before, self._host = self._host, {}
+        before = self._host
+        self._host = {}
         for key, storage in storages.items():
             own = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
             host = before.get(key)

@@ -32,8 +32,10 @@ def processed(
         return model(*inputs, labels=labels, loss_mask=loss_mask, output_processor=processor, **more)
     if not chunk.post_process:
         return model(*inputs, **more)
-    layer, found = chunk.output_layer, []
-    own, scale = layer.forward, getattr(chunk, "_scale_logits", None)
+    layer = chunk.output_layer
+    found = []
+    own = layer.forward
+    scale = getattr(chunk, "_scale_logits", None)
     given = {"output_layer": layer, "labels": labels, "loss_mask": loss_mask, "config": chunk.config}
 
     def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:

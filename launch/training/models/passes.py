@@ -45,7 +45,9 @@ class ModelPasses:
     """Passes of the run's models: the policy, its reference and the critic; ``timers`` measure training passes."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups, self.timers = config, groups, StepTimers(config)
+        self.config = config
+        self.groups = groups
+        self.timers = StepTimers(config)
 
     def run(
         self,
@@ -113,9 +115,11 @@ class ModelPasses:
         # Without fp32_output=False, Float16Module would copy logits to float32; the reference has no Float16Module.
         half = isinstance(getattr(model, "module", None), Float16Module)
         keep: dict[str, Any] = {"fp32_output": False} if half else {}
-        tokens, positions = local.tokens, local.positions
+        tokens = local.tokens
+        positions = local.positions
         if tokens.dim() == 1:
-            tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
+            tokens = tokens.unsqueeze(0)
+            positions = positions.unsqueeze(0)
             keep["packed_seq_params"] = PackedTokens.of(local.layout, local.tokens.device, local.positions)
         with nullcontext() if replay is None else replay.in_forward(unwrap(model), experts):
             if scoring is None:
@@ -131,8 +135,10 @@ class ModelPasses:
 
     def _processor(self, scoring: Scoring, local: LocalTokens) -> Callable[..., tuple[Tensor, ...]]:
         """The function from hidden states to the scores of a micro-batch, [b, s/cp] each."""
-        rollouts, temperature = self.config.rollouts, scoring.temperature
-        ids, counts = local.support_ids, local.support_counts
+        rollouts = self.config.rollouts
+        temperature = scoring.temperature
+        ids = local.support_ids
+        counts = local.support_counts
         return log_prob_processor(
             self.groups.tp,
             fused=self.config.training.fused_linear_log_probs,

@@ -51,7 +51,9 @@ class ReplayedRouter:
     def begin_pass(self, *, keeps: bool = False, trains: bool = False) -> None:
         """Forget the pass before."""
         self.experts: Tensor | None = None
-        self.is_running, self.keeps, self._trains = False, keeps, trains
+        self.is_running = False
+        self.keeps = keeps
+        self._trains = trains
         self.chosen: list[Tensor] = []
         self._to_run_again: list[Tensor] = []
 
@@ -100,7 +102,8 @@ class RoutingReplay:
     """Routing replay in the policy on this rank."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, chunks: Sequence[ModelChunk]) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         self._of_chunk = {id(chunk): _put_into(chunk) for chunk in chunks}
         self._own = [router for routers in self._of_chunk.values() for router in routers]
         self._place = {router.layer: place for place, router in enumerate(self._own)}
@@ -138,7 +141,8 @@ class RoutingReplay:
             router.is_running = True
         yield
         for router in routers:
-            router.experts, router.is_running = None, False
+            router.experts = None
+            router.is_running = False
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the training passes since the last call, equal on all ranks. Collectives: one SUM over all ranks.

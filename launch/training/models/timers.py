@@ -52,7 +52,8 @@ class StepTimers:
         if self.megatron is None:
             return {}
         now = time.monotonic()
-        whole, self._begun = now - self._begun, now
+        whole = now - self._begun
+        self._begun = now
         # Megatron's ``write`` logs the same values, but returns nothing.
         times = self.megatron._get_global_min_max_time(list(_NAMES), reset=True, barrier=False, normalizer=1.0)
         seconds = {name: most for name, (_, most) in times.items()}

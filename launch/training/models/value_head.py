@@ -18,7 +18,8 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
         super().__init__()
-        width, self.sequence_parallel = config.hidden_size, config.sequence_parallel
+        width = config.hidden_size
+        self.sequence_parallel = config.sequence_parallel
         # An own generator gives the same weight on every rank.
         drawn = torch.randn(1, width, generator=torch.Generator().manual_seed(seed), device="cpu") / (width + 1)
         self.weight = torch.nn.Parameter(drawn.to(config.params_dtype))

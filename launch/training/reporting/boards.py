@@ -91,7 +91,8 @@ class TensorBoard:
 
 def import_wandb() -> Any:
     """Import Weights & Biases with its temporary folders in the launcher's, which outlasts a killed rank."""
-    before, tempfile.tempdir = tempfile.tempdir, os.environ.get(FOLDER) or tempfile.tempdir
+    before = tempfile.tempdir
+    tempfile.tempdir = os.environ.get(FOLDER) or tempfile.tempdir
     try:
         return importlib.import_module("wandb")
     finally:

@@ -25,7 +25,8 @@ def warn_of_bounds(metrics: Mapping[str, float], correction: RolloutCorrectionCo
     now = f"{math.exp(bounds.lower):.6g}_{math.exp(bounds.upper):.6g}"
     said = f"warning: the bounds {now} on the geometric mean reject {rejected:.0%} of the first batch of this start"
     # The metrics describe -log ρ.
-    middle, width = -metrics[f"{_NAME}_seq_mean"], _WIDTH * metrics[f"{_NAME}_seq_std"]
+    middle = -metrics[f"{_NAME}_seq_mean"]
+    width = _WIDTH * metrics[f"{_NAME}_seq_std"]
     if not 1e-6 < width < _MOST - abs(middle):
         return f"{said}: measure the policies' distance first (python -m megatron_rc.doctor)"
     digits = max(3, 1 - math.floor(math.log10(width)), 2 + math.ceil((width - middle) / math.log(10)))

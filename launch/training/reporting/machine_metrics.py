@@ -28,7 +28,8 @@ class Machine:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.flops, self.peak = step_flops(config), device_peak(config)
+        self.flops = step_flops(config)
+        self.peak = device_peak(config)
 
     def metrics(self, times: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a step, from its ``perf/<phase>_seconds`` and ``perf/tokens_per_second``.
@@ -49,7 +50,8 @@ class Machine:
 
     def _memory(self) -> dict[str, float]:
         """Peak memory over all ranks, and the rank that has it (the lowest of equal ones)."""
-        world, device = self.config.launch.world_size, self.config.launch.device
+        world = self.config.launch.world_size
+        device = self.config.launch.device
         most = torch.tensor(_peak_bytes(on_cpu=self.config.launch.on_cpu) * world + world - 1 - dist.get_rank())
         most = most.to(device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
@@ -72,7 +74,8 @@ def step_flops(config: RunConfig) -> float | None:
     """
     if config.training.rl_use_sequence_packing:
         return None
-    transformer, length = build_transformer_config(config), config.training.seq_length
+    transformer = build_transformer_config(config)
+    length = config.training.seq_length
     layers = sum(_layer(transformer, length, has_experts) for has_experts in config.layers_with_experts)
     token = 2 * length * transformer.hidden_size
     policy = layers + token * config.model.padded_vocab_size
@@ -99,16 +102,23 @@ def _layer(transformer: TransformerConfig, length: int, has_experts: bool) -> in
 
 def _attention(transformer: TransformerConfig, length: int) -> int:
     """Multiplications for one token, which attends to half of the sequence on average."""
-    hidden, heads, width = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_channels
-    queries, keys = heads * width, (transformer.num_query_groups or heads) * width
+    hidden = transformer.hidden_size
+    heads = transformer.num_attention_heads
+    width = transformer.kv_channels
+    queries = heads * width
+    keys = (transformer.num_query_groups or heads) * width
     return int(hidden * (queries + 2 * keys) + queries * hidden + length * queries)
 
 
 def _latent_attention(transformer: TransformerConfig, length: int) -> int:
     """Multiplications for one token with multi-latent attention."""
-    hidden, heads, latent = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_lora_rank
-    rotated, value = transformer.qk_pos_emb_head_dim, transformer.v_head_dim
-    queries, rank = heads * (transformer.qk_head_dim + rotated), transformer.q_lora_rank
+    hidden = transformer.hidden_size
+    heads = transformer.num_attention_heads
+    latent = transformer.kv_lora_rank
+    rotated = transformer.qk_pos_emb_head_dim
+    value = transformer.v_head_dim
+    queries = heads * (transformer.qk_head_dim + rotated)
+    rank = transformer.q_lora_rank
     products = hidden * queries if rank is None else (hidden + queries) * rank
     products += hidden * (latent + rotated) + latent * heads * (transformer.qk_head_dim + value)
     return int(products + heads * value * hidden + length * (queries + heads * value) // 2)
@@ -116,7 +126,8 @@ def _latent_attention(transformer: TransformerConfig, length: int) -> int:
 
 def _feed_forward(transformer: TransformerConfig, has_experts: bool) -> int:
     """Multiplications for one token in the MLP or the experts."""
-    hidden, matrices = transformer.hidden_size, 3 if transformer.gated_linear_unit else 2
+    hidden = transformer.hidden_size
+    matrices = 3 if transformer.gated_linear_unit else 2
     if not has_experts:
         return int(matrices * hidden * transformer.ffn_hidden_size)
     width = transformer.moe_router_topk * transformer.moe_ffn_hidden_size

@@ -25,7 +25,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
-        self.path, self.iteration = path, iteration
+        self.path = path
+        self.iteration = iteration
         self._file: TextIO | None = None
         if path.exists() and iteration:
             with path.open("rb") as file:

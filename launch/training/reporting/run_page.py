@@ -23,9 +23,11 @@ from megatron_rc.launch.training.reporting.metrics_file import METRICS_FILE
 from megatron_rc.launch.training.reporting.panels import page_charts, picture_charts
 from megatron_rc.launch.training.reporting.terminal import TABLE_HEADER, table_rows
 
-PAGE, PICTURE = "report.html", "summary.png"
+PAGE = "report.html"
+PICTURE = "summary.png"
 _RC = "rollout_corr/"
-_MOST_ANSWERS, _LONGEST_TEXT = 40, 2000
+_MOST_ANSWERS = 40
+_LONGEST_TEXT = 2000
 # The words of an older page about the end of its run, and the number of steps that they are about.
 _ENDING = re.compile(r"<p>After step (\d+): (.*)</p>")
 

@@ -13,7 +13,9 @@ def sources_of(config: RunConfig, checkpoint: Path | None) -> dict[str, str]:
     """Return the sources by name; ``checkpoint`` is the folder that the weights are loaded from, if there is one."""
     recorded = config.rollouts.load_rollouts
     if recorded:
-        task, reward, engine = f"{recorded} (--load-rollouts)", "as recorded", "none"
+        task = f"{recorded} (--load-rollouts)"
+        reward = "as recorded"
+        engine = "none"
     else:
         task = config.task.task or " ".join(["--prompt-data", *(config.data.prompt_data or ())])
         reward = config.rewards.reward or "rule of the task"
@@ -34,7 +36,8 @@ def in_one_line(sources: dict[str, str]) -> str:
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
     """Return the folder of the checkpoint that a run would begin with; None if it would begin without one."""
-    load, step = config.checkpoints.load, config.checkpoints.ckpt_step
+    load = config.checkpoints.load
+    step = config.checkpoints.ckpt_step
     if load is None:
         return None
     if step is not None:
@@ -47,7 +50,8 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
 
 
 def _engine(config: RunConfig) -> str:
-    name, url = config.engine.rollout_engine, config.engine.rollout_url
+    name = config.engine.rollout_engine
+    url = config.engine.rollout_url
     if not url:
         return name
     first, *others = url.split(",")

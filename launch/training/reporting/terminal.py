@@ -62,7 +62,8 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int) -> None:
-        self.total, self.done = total, done
+        self.total = total
+        self.done = done
         self._done_before = done
         # A dumb terminal cannot redraw a line.
         has_bar = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

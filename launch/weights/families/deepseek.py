@@ -17,7 +17,8 @@ from megatron_rc.launch.weights.rotary import LATENT_ROTARY
 
 
 def _check_heads(file: File) -> Flags:
-    heads, groups = file["num_attention_heads"], file.get("num_key_value_heads")
+    heads = file["num_attention_heads"]
+    groups = file.get("num_key_value_heads")
     if groups not in (None, heads):
         raise UnknownFeatureError(f"num_key_value_heads is {groups!r}, not the {heads} of num_attention_heads")
     return {}
@@ -36,7 +37,8 @@ _ROUTER_DTYPE = Row(
         {"moe_router_dtype": "float32"} if config.megatron.given.get("moe_router_dtype") == "fp32" else {}
     )
 )
-_LAYER, _ATTENTION = "model.layers.{layer}.", "model.layers.{layer}.self_attn."
+_LAYER = "model.layers.{layer}."
+_ATTENTION = "model.layers.{layer}.self_attn."
 
 
 def _has_latent_queries(config: RunConfig) -> bool:

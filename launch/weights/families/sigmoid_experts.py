@@ -89,7 +89,8 @@ def _groups(default_groups: int, default_chosen: int) -> Row:
     """Row of group-limited routing; no flag if the experts may come from all groups."""
 
     def read(file: File) -> Flags:
-        groups, chosen = file.get("n_group", default_groups), file.get("topk_group", default_chosen)
+        groups = file.get("n_group", default_groups)
+        chosen = file.get("topk_group", default_chosen)
         if chosen >= groups:
             return {}
         if file["num_experts_per_tok"] != _SUMMED * chosen:
@@ -112,7 +113,8 @@ def _groups(default_groups: int, default_chosen: int) -> Row:
 
 def sigmoid_experts(*, dense_layers: Row, scaling: float, groups: int, chosen: int) -> tuple[Row, ...]:
     """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry."""
-    factor, factor_flag = "routed_scaling_factor", "moe-router-topk-scaling-factor"
+    factor = "routed_scaling_factor"
+    factor_flag = "moe-router-topk-scaling-factor"
     return (
         only("norm_topk_prob", True),
         # Without these vLLM takes a softmax router without a bias; SGLang asks for topk_method.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS, WIDTH = 48, 12
+ROWS = 48
+WIDTH = 12
 # Weights and losses in float32, by formulas that round at other places.
 TOLERANCE = 2e-6
 
@@ -63,7 +64,8 @@ class Comparison:
         """
         if ours.shape != theirs.shape or not ours.numel():
             raise ValueError(f"{name}: ours has shape {tuple(ours.shape)}, the host's {tuple(theirs.shape)}")
-        ours, theirs = ours.detach().double(), theirs.detach().double()
+        ours = ours.detach().double()
+        theirs = theirs.detach().double()
         apart = ((ours - theirs).abs() / theirs.abs().clamp(min=1)).nan_to_num(nan=math.inf, posinf=math.inf)
         alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
         return cls(name, float(torch.where(alike, 0.0, apart).max()), tolerance, ours.numel())

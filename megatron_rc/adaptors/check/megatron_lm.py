@@ -18,8 +18,11 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 NEEDS = "megatron.core.tensor_parallel"
 GRPO = "megatron.rl.rl_utils"
-TOKENS, VOCABULARY = 24, 32
-CLIP_LOW, CLIP_HIGH, BOUND = 0.2, 0.3, 1.5
+TOKENS = 24
+VOCABULARY = 32
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.3
+BOUND = 1.5
 SIZES = (1, RANKS)  # tensor-parallel ranks
 Found = tuple[list[float], list[list[float]]]  # log-probs, and their gradient at this rank's logits
 
@@ -61,7 +64,8 @@ def _log_probs_of_shard(seed: int, size: int) -> list[Found]:
     logits = 3 * torch.randn(TOKENS, 1, VOCABULARY, generator=generator)
     labels = torch.randint(0, VOCABULARY, (TOKENS, 1), generator=generator)
     factors = torch.randn(TOKENS, 1, generator=generator)
-    group, found = parallel_state.get_tensor_model_parallel_group(), []
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = []
     for log_probs in (
         lambda shard: vocab_parallel_log_probs(shard, labels, group),
         lambda shard: -vocab_parallel_cross_entropy(shard * 1, labels),  # Megatron's writes into float32 logits

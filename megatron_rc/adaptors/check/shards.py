@@ -65,14 +65,19 @@ def corrected_shards(dialect: str, settings: Mapping[str, Mapping[str, Any]], se
 
 
 def _corrected(kind: str, config: RolloutCorrectionConfig, seed: int) -> Found:
-    group, batch = dist.group.WORLD, Batch.random(seed)
-    rank, number = group_rank(group), ROWS * WIDTH
+    group = dist.group.WORLD
+    batch = Batch.random(seed)
+    rank = group_rank(group)
+    number = ROWS * WIDTH
     rows = list(range(ROWS)) if kind == "context" else list(range(rank, ROWS, RANKS))
     every = batch.old, batch.rollout, batch.mask, torch.arange(number).view(ROWS, WIDTH)
-    parts, layout, groups = [value[rows] for value in every], None, ParallelGroups(dp=group, dp_cp=group)
+    parts = [value[rows] for value in every]
+    layout = None
+    groups = ParallelGroups(dp=group, dp_cp=group)
     if kind == "context":
         layout = SequenceLayout.padded(ROWS, WIDTH // RANKS, cp_rank=rank, cp_size=RANKS)
-        parts, groups = [layout.cut(part) for part in parts], ParallelGroups(cp=group, dp_cp=group)
+        parts = [layout.cut(part) for part in parts]
+        groups = ParallelGroups(cp=group, dp_cp=group)
     old, rollout, mask, places = parts
     result = correct_rollouts(old, rollout, mask, config, layout, groups, sequence_ids=torch.tensor(rows))
     result.check()

@@ -37,7 +37,8 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     from slime.backends.megatron_utils import loss as theirs
 
     given = _call(Batch.random(seed))
-    trained, shards = torch.cat(given["loss_masks"]) != 0, on_ranks(losses_of_chunks, seed)[0]
+    trained = torch.cat(given["loss_masks"]) != 0
+    shards = on_ranks(losses_of_chunks, seed)[0]
     for name, (function, args, fields) in SETTINGS.items():
         wanted, masks, _ = getattr(theirs, function)(Namespace(use_tis=True, **args), **given)
         # Losses of tokens that are not trained do not count.
@@ -78,7 +79,8 @@ def _ours(fields: Mapping[str, Any], cp: Any, given: Mapping[str, Any]) -> tuple
 
 def losses_of_chunks(seed: int) -> dict[str, list[float]]:
     """The losses of all responses' tokens, from the chunks of all ranks, for each setting."""
-    group, given = dist.group.WORLD, _call(Batch.random(seed))
+    group = dist.group.WORLD
+    given = _call(Batch.random(seed))
     chunks = Chunks(given["total_lengths"], given["response_lengths"], group)
 
     def cut(values: Sequence[Tensor]) -> list[Tensor]:

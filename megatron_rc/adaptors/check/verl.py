@@ -42,7 +42,8 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     from verl.trainer.config.algorithm import RolloutCorrectionConfig as Settings
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-    batch, shards = Batch.random(seed), on_ranks(corrected_shards, "verl", SETTINGS, seed)[0]
+    batch = Batch.random(seed)
+    shards = on_ranks(corrected_shards, "verl", SETTINGS, seed)[0]
     for name, settings in SETTINGS.items():
         given = Settings(**settings)
         theirs, metrics = compute_rollout_correction_and_add_to_batch(_proto(batch), given)
