@@ -173,7 +173,8 @@ def test_every_target_that_is_named_exists():
 def test_the_tree_lists_every_folder():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     tree = text.partition("\n### The tree\n\n```\n")[2].partition("\n```\n")[0]
-    listed, above = set(), []
+    listed = set()
+    above = []
     for indent, name in re.findall(r"^( *)([a-z_]+)/ +\S", tree, flags=re.MULTILINE):
         above = [*above[: len(indent) // 2], name]
         listed.add("/".join(above))
@@ -229,7 +230,9 @@ def test_readme_corrects_a_batch(monkeypatch, capsys):
 
 def test_the_library_page_corrects_on_shards(monkeypatch):
     monkeypatch.setattr(ParallelGroups, "from_megatron", classmethod(lambda cls: ParallelGroups()))
-    logits, labels, mask = torch.randn(3, 8, 10), torch.randint(10, (3, 8)), torch.ones(3, 8, dtype=torch.bool)
+    logits = torch.randn(3, 8, 10)
+    labels = torch.randint(10, (3, 8))
+    mask = torch.ones(3, 8, dtype=torch.bool)
     rollout = torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     config = RolloutCorrectionConfig.decoupled_token_is()
     result = run("docs/library.md")["correct"](logits, labels, rollout, mask, config)
@@ -240,12 +243,14 @@ def test_the_library_page_corrects_on_shards(monkeypatch):
 def steps_of_the_page(words):
     """(metrics, the trainer's gradients, the page's) of two optimizer steps of one plan, on this rank."""
     trainer = make_trainer(words)
-    correction, is_last = trainer.correction, trainer.groups.is_last_stage
+    correction = trainer.correction
+    is_last = trainer.groups.is_last_stage
     prepared = trainer.prepare(recorded_batch(0))
     cuts = prepared.batch.cuts
     own = [(trainer.accumulate(prepared, index), gradients(trainer))[1] for index in range(len(cuts))]
     pieces = [[prepared.batch.local.piece(cut) for cut in some] for some in cuts]
-    page, flat = run("docs/library.md", 1), [piece for some in pieces for piece in some]
+    page = run("docs/library.md", 1)
+    flat = [piece for some in pieces for piece in some]
     page["set_up"](correction, trainer.chunks[0].config)
     ids = [torch.full((len(piece.advantages),), index) for index, some in enumerate(pieces) for piece in some]
     names = ("rollout_log_probs", "response_mask", "layout")
@@ -256,7 +261,8 @@ def steps_of_the_page(words):
         mini_batch_ids=ids,
     )
     plan, made = page["prepare"](correction, inputs if is_last else None, num_mini_batches=len(cuts))
-    found, made = [], iter(made or [None] * len(flat))
+    found = []
+    made = iter(made or [None] * len(flat))
     for index, some in enumerate(pieces):
         batches = [(piece.tokens, piece.positions, piece.labels, next(made)) for piece in some]
         metrics = page["step"](correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4)
@@ -307,7 +313,8 @@ def kept_on_ranks():
     """Log-probs from this rank's vocabulary shard, and those of a plain softmax over the kept tokens."""
     group = ParallelGroups.from_megatron().tp
     torch.manual_seed(0)
-    logits, labels = torch.randn(2, 5, 12, dtype=torch.float64), torch.randint(12, (2, 5))
+    logits = torch.randn(2, 5, 12, dtype=torch.float64)
+    labels = torch.randint(12, (2, 5))
     kept = (torch.rand(2, 5, 12) < 0.4).scatter_(2, labels.unsqueeze(2), True)
     ids = [row.nonzero().flatten().tolist() for row in kept.flatten(0, 1)]
     shard = logits.chunk(group_size(group), 2)[group_rank(group)].contiguous()
@@ -334,7 +341,8 @@ def forward_steps(words):
         return processed(chunk, output_processor, *inputs, loss_mask=loss_mask, **more)
 
     page, (tokens, labels, mask, kept, _) = run("docs/library.md", 6), test_processor.data()
-    number, temperature = training_oracle.VOCABULARY, test_processor.TEMPERATURE
+    number = training_oracle.VOCABULARY
+    temperature = test_processor.TEMPERATURE
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     data = {"tokens": tokens, "position_ids": positions, "labels": labels, "loss_mask": mask}
     data |= test_processor.support(kept)
@@ -368,7 +376,8 @@ SHORT = (5, 0, 9, 1)  # tokens of four sequences
 
 def packed_on_this_rank():
     """(metrics, weights of whole sequences) of log-probs that the page cuts."""
-    groups, generator = ParallelGroups.from_megatron(), torch.Generator().manual_seed(0)
+    groups = ParallelGroups.from_megatron()
+    generator = torch.Generator().manual_seed(0)
     old, rollout = ([-1 - torch.rand(length, generator=generator) for length in SHORT] for _ in range(2))
     cut = functools.partial(
         run("docs/library.md", 4)["packed_slices"], cp_rank=group_rank(groups.cp), cp_size=group_size(groups.cp)
@@ -434,11 +443,13 @@ def test_the_library_page_cuts_sequences_of_any_length(ranks):
 
 def averaged_gradient():
     """The gradient that DDP averages, of the page's loss on this rank's tokens; and the whole batch's, by itself."""
-    groups, generator = ParallelGroups.from_megatron(), torch.Generator().manual_seed(0)
+    groups = ParallelGroups.from_megatron()
+    generator = torch.Generator().manual_seed(0)
     old = -1 - torch.rand(4, 8, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 8, generator=generator) < 0.7
     advantages = torch.tensor([1.0, -0.5, 2.0, 0.1], dtype=torch.float64)
-    loss, found = run("docs/library.md", 5)["own_loss"], []
+    loss = run("docs/library.md", 5)["own_loss"]
+    found = []
     for own in (groups, ParallelGroups()):
         rows = slice(group_rank(own.dp), None, group_size(own.dp))
         layout = SequenceLayout.padded(

@@ -75,7 +75,8 @@ def write_checks(folder, code):
 
 @pytest.mark.processes
 def test_every_check_has_its_row(tmp_path):
-    found, checks = tmp_path / "out" / "found.json", write_checks(tmp_path, HEAD + "\n".join(CHECKS))
+    found = tmp_path / "out" / "found.json"
+    checks = write_checks(tmp_path, HEAD + "\n".join(CHECKS))
     status, output, error = run(sys.executable, "-m", "tests.gpu", "--device=cpu", f"--json={found}", str(checks))
     assert (status, error) == (1, "")
     content = json.loads(found.read_text(encoding="utf-8"))
@@ -121,7 +122,8 @@ def test_success_is_that_something_passed_and_nothing_failed_or_was_left(tmp_pat
 
 def wheel(folder, name, version):
     """A package with one module that knows its version."""
-    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", f"version = {version!r}\n")
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

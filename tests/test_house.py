@@ -138,7 +138,8 @@ def test_only_the_launcher_knows_megatron_at_import_and_only_its_entry_the_cpu_s
     for module, path in modules().items():
         if not module.startswith("launch"):
             assert not [name for name in imports(path, top_only=True) if name.startswith("megatron.")], module
-    switch, entry = "launch.training.models.cpu", "launch.train_ppo"
+    switch = "launch.training.models.cpu"
+    entry = "launch.train_ppo"
     assert {module for module, imported in edges() if imported == switch} == {entry}
     assert f"megatron_rc.{switch}" not in imports(modules()[entry], top_only=True)
 

@@ -95,7 +95,8 @@ def distribution(monkeypatch):
 
 def test_links_change_no_package(copy, distribution):
     assert distribution(ROOT).get_version() == megatron_rc.__version__
-    with_links, without = distribution(ROOT).packages, distribution(copy).packages
+    with_links = distribution(ROOT).packages
+    without = distribution(copy).packages
     assert sorted(with_links) == sorted(without)
     assert len(with_links) > 15
     for name in (*LINKED, "docs"):
@@ -141,7 +142,8 @@ def with_torch(wheel, folder):
 
 def needed_by(name):
     """The distribution, and those that it needs on this machine."""
-    found, left = set(), [name]
+    found = set()
+    left = [name]
     while left:
         one = left.pop()
         if one not in found and any(True for _ in metadata.distributions(name=one)):

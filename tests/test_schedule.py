@@ -16,7 +16,8 @@ from megatron_rc.training.schedule import masked_loss, wrap_finalize
 from tests.support import one_step
 
 ALONE = ParallelGroups()
-ROWS, WIDTH = 3, 8
+ROWS = 3
+WIDTH = 8
 LOSS = PolicyLossConfig()
 MODES = [*(("decoupled", algorithm) for algorithm in OBJECTIVES), *(("bypass", algorithm) for algorithm in OBJECTIVES)]
 
@@ -115,7 +116,9 @@ def test_rejected_bad_tokens_do_not_reach_the_loss(mode, algorithm, bad):
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
-    correction, seen, chunks = make_correction(mode, "ppo_clip"), [], [one_step.Chunk(), one_step.Chunk()]
+    correction = make_correction(mode, "ppo_clip")
+    seen = []
+    chunks = [one_step.Chunk(), one_step.Chunk()]
     *values, mask = tensors()
     run_loss(correction, *values, mask)
     bypass = mode == "bypass"

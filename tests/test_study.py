@@ -90,7 +90,8 @@ def test_a_rounded_engine_holds_rounded_linear_layers_and_the_exact_rest(made):
     assert (engine.round_to_levels(weight, 127) - weight).abs().max() <= 0.5 / 127
     found, exact = made(levels=1)
     found.load_weights(weights_of(exact), 4)
-    held, given = checkpoint_tensors(found.sampler.model), dict(weights_of(exact))
+    held = checkpoint_tensors(found.sampler.model)
+    given = dict(weights_of(exact))
     changed = {name for name in given if not torch.equal(held[name], given[name])}
     assert changed == {name for name in given if name.endswith("_proj.weight")}
     assert all(torch.equal(held[name], engine.round_to_levels(given[name], 1)) for name in changed)
@@ -102,9 +103,11 @@ def test_a_rounded_engine_holds_rounded_linear_layers_and_the_exact_rest(made):
 def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     found, exact = made()
     found.load_weights(weights_of(exact), 0)
-    task, total = CountUp(seed=0), 0.0
+    task = CountUp(seed=0)
+    total = 0.0
     for problem in task.problems(0, 100, held_out=True):
-        tokens, chance = task.text.encode(problem), 1.0
+        tokens = task.text.encode(problem)
+        chance = 1.0
         for length in range(len(problem.label) + 1):
             logits = exact.model(input_ids=torch.tensor([tokens])).logits[0, -1].double()
             right = [*task.text.tokens_of(problem.label), task.text.eos][length]
@@ -115,7 +118,8 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
                 total += chance * (likely + (1 - likely) * (earned - 1 / (length + 1)))
             else:
                 total += chance * (1 - likely) * earned
-            tokens, chance = [*tokens, right], chance * likely
+            tokens = [*tokens, right]
+            chance = chance * likely
     rows = [json.loads(line) for line in found._file.read_text().splitlines()]
     assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5)}]
     assert total > 0.5
@@ -133,7 +137,8 @@ def two_steps():
 
 @pytest.mark.processes
 def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
-    said, data = [], tmp_path / "data.json"
+    said = []
+    data = tmp_path / "data.json"
     queue.run_all([two_steps], data, tmp_path, 2, said.append)
     assert said[0] == f"0 of 1 runs are in {data}, 1 to go, 2 at a time"
     assert said[1].startswith("1/1 count_up-none-uncorrected-1 finished, ")
@@ -301,7 +306,8 @@ def of_weak_mismatches():
         yield "Realistic mismatches", in_words(mean_of(kind, how) for kind in MILD)
     ends = [one.final for one in committed() if one.setting == "experts"]
     yield "A mixture of experts", f"All {len(ends)} runs end at {min(ends):.2f} to {max(ends):.2f}"
-    without, replayed = ("uncorrected", "token_tis"), ("replay", "token_tis_replay")
+    without = ("uncorrected", "token_tis")
+    replayed = ("replay", "token_tis_replay")
     for kind, hows, words in (
         ("fp8", without, "is {:.4f} to {:.4f} without it"),
         ("fp8", replayed, "{1:.4f} with it"),

@@ -18,7 +18,8 @@ TESTS = "import pytest\n\ndef test_a(): pass\ndef test_b(): assert False\ndef te
 @pytest.mark.processes
 @pytest.mark.parametrize("flags", [["-n", "2"], ["-n", "0", "-k", "test_a"]], ids=["whole", "chosen"])
 def test_a_whole_run_writes_its_row(tmp_path, flags):
-    tests, page = tmp_path / "test_some.py", tmp_path / "page.md"
+    tests = tmp_path / "test_some.py"
+    page = tmp_path / "page.md"
     tests.write_text(TESTS)
     page.write_text(TABLE)
     words = ["-p", "xdist", "-p", "tests.support.whole_run", "--whole-run", "make test-long"]

@@ -20,7 +20,8 @@ def test_the_page_prints_what_it_shows(capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     with torch.random.fork_rng(devices=[]):  # other tests bring a device without numbers of its own
         exec(compile(block, "docs/choosing.md", "exec"), {})
-    printed, shown = numbers(capsys.readouterr().out), numbers(PAGE)
+    printed = numbers(capsys.readouterr().out)
+    shown = numbers(PAGE)
     assert set(printed) == {"wanted", "estimated", "corrected"}
     assert {name: pytest.approx(row, abs=1e-4) for name, row in printed.items()} == shown
     # The best answer should become more likely, and the estimate makes it less likely; noise is below 0.01.

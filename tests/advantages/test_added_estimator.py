@@ -16,7 +16,8 @@ from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-PROMPTS, RESPONSES = 5, 23
+PROMPTS = 5
+RESPONSES = 23
 
 
 def behind_the_best(terms):
@@ -92,7 +93,8 @@ def test_the_advantages_are_the_formulas(name, num_groups):
 
 def shard_of_rank(num_rows):
     groups = ParallelGroups.from_megatron()
-    rank, size = group_rank(groups.dp), group_size(groups.dp)
+    rank = group_rank(groups.dp)
+    size = group_size(groups.dp)
     return groups, torch.arange(rank, num_rows, size)
 
 
@@ -131,7 +133,8 @@ def test_rows_of_one_rollout_count_once():
 def test_errors_list_it_and_what_it_needs_is_asked_of_it():
     with pytest.raises(ValueError, match=r"estimator='maxrl2' is unknown: use one of grpo, .*, maxrl, behind_the_best"):
         group_advantages(torch.ones(2), torch.zeros(2, dtype=torch.int64), estimator="maxrl2")
-    rewards, group_ids = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    rewards = torch.ones(2)
+    group_ids = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="give lengths"):
         group_advantages(rewards, group_ids, estimator="behind_the_best")
     with pytest.raises(ValueError, match=r"groups .* without num_groups"):

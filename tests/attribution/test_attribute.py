@@ -27,7 +27,8 @@ from tests.support import training_oracle
 from tests.support.paths import ROOT
 from tests.test_site import blocks
 
-VOCABULARY, LENGTH = 48, 20
+VOCABULARY = 48
+LENGTH = 20
 ROUNDINGS = {
     "bf16": bf16,
     "int8": lambda weight: int8_per_channel(weight.float()),
@@ -341,7 +342,8 @@ def test_weights_and_gradients_are_back_after_an_exception():
     model = copy.deepcopy(trained()[0])
     batch = Batch()
     batch.score(model).sum().backward()
-    weights, gradients = weights_of(model), {name: weight.grad for name, weight in model.named_parameters()}
+    weights = weights_of(model)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
 
     def broken(coefficients):
         assert not torch.equal(next(model.parameters()), next(iter(weights.values())))

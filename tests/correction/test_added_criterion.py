@@ -21,7 +21,8 @@ from megatron_rc.settings.definition import check_criterion
 from tests.correction.test_properties import correct_split
 from tests.support import user_objects
 
-LOWER, HIGHER = 0.5, 1.0
+LOWER = 0.5
+HIGHER = 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
 MEAN = {"needs": (Need("sum", DISTANCE),), "statistic": lambda values: values.sum(DISTANCE) / values.num_tokens}
 # With a divergence of its own, on tokens, sequences and prompts.
@@ -138,7 +139,8 @@ def test_shards_give_the_same(name, split):
     counts = {key: sides.pop(key) for key in ("num_groups", "current_version", "max_staleness") if key in sides}
     batch = {"train_log_probs": tensors[0], "rollout_log_probs": tensors[1], "response_mask": tensors[2], **sides}
     config = dataclasses.replace(config, rollout_is="token")
-    want, cp_size = correct_rollouts(**batch, config=config, **counts), 3 if split == "contiguous" else 2
+    want = correct_rollouts(**batch, config=config, **counts)
+    cp_size = 3 if split == "contiguous" else 2
     weights, kept, metrics, _ = correct_split(batch, config, counts, [[0, 1, 5], [2, 3, 4]], cp_size, split)
     assert torch.equal(kept, want.mask)
     torch.testing.assert_close(weights, want.weights, rtol=1e-12, atol=0)

@@ -64,7 +64,8 @@ def test_extreme_ratios_stay_finite():
     rollout = torch.tensor([[-1.0, -1e4, -1.0], [-1e4, -1.0, -2e4]])
     for name in CASES:
         fields = {key: value for key, value in CASES[name].fields.items() if not key.startswith("rollout_rs")}
-        config, versions = RolloutCorrectionConfig(**fields), torch.tensor([3, 7])
+        config = RolloutCorrectionConfig(**fields)
+        versions = torch.tensor([3, 7])
         mask = torch.ones(2, 3, dtype=torch.bool)
         result = correct_rollouts(train, rollout, mask, config, policy_versions=versions, current_version=7)
         assert result.weights is None or result.weights.isfinite().all(), name
@@ -169,7 +170,8 @@ def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
 def trace_blocks(monkeypatch):
     """Compiled blocks without the time that generating code takes; nothing may be left out of the graph."""
     torch._dynamo.reset()
-    calls, right = [], torch.compile
+    calls = []
+    right = torch.compile
 
     def traced(function, *, dynamic, options):
         calls.append(function)
@@ -197,7 +199,8 @@ def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds):
 def test_a_response_of_bad_tokens_alone_is_a_lost_one():
     fields = {"rollout_rs": "group_any", "bad_log_probs": "reject_token", "rejection_denominator": "original"}
     rollout = torch.tensor([[math.nan, math.nan], [-1.0, -1.0], [-1.0, -1.0], [math.nan, -1.0]])
-    train, mask = torch.full((4, 2), -1.0), torch.ones(4, 2, dtype=torch.bool)
+    train = torch.full((4, 2), -1.0)
+    mask = torch.ones(4, 2, dtype=torch.bool)
     ids = torch.tensor([0, 0, 1, 1])
     config = RolloutCorrectionConfig(rollout_is=None, **fields)
     result = correct_rollouts(train, rollout, mask, config, group_ids=ids, num_groups=2)

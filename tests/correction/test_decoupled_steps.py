@@ -59,7 +59,8 @@ CONFIGS = {
     ],
 )
 def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
-    training, known = Training("decoupled", CONFIGS[fields]), Training("decoupled", CONFIGS[fields])
+    training = Training("decoupled", CONFIGS[fields])
+    known = Training("decoupled", CONFIGS[fields])
     plan, made = planned(training)
     wanted, _ = known.step(known.planned(), 0)
     micro_batches = wrong_micro_batches(wrong, training, plan, made)
@@ -76,7 +77,8 @@ def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
 
 def test_a_scale_of_another_corrections_plan_is_refused():
     """Even where that one has the same configuration: it counts the steps of its own."""
-    training, other = Training("decoupled"), Training("decoupled")
+    training = Training("decoupled")
+    other = Training("decoupled")
     plan, made = planned(training)
     with pytest.raises(ValueError, match="from the plan of another correction"):
         run(training, other.scale(other.planned(), 0), numbered(made[:2]))

@@ -52,12 +52,14 @@ def test_a_packed_layout_is_sent_once():
     """And as one number a sequence, not a token."""
     layout = SequenceLayout.packed([0, 3, 3, 8])
     with far_device() as device:
-        values, each = torch.arange(8.0).to(GPU), torch.arange(3.0).to(GPU)
+        values = torch.arange(8.0).to(GPU)
+        each = torch.arange(3.0).to(GPU)
         device.waits.clear()
         work = []
         for _ in range(2):
             device.kernels = 0
-            sums, spread = layout.sum_sequences(values), layout.expand(each)
+            sums = layout.sum_sequences(values)
+            spread = layout.expand(each)
             work.append(device.kernels)
         assert work[1] == work[0] - 1
         assert not device.waits

@@ -22,7 +22,8 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from tests.golden.load import cases
 
 # exp(-20) = 2.1e-9: we clamp the smallest sequence weight, the sources do not. Nothing else needs ATOL.
-RTOL, ATOL = 1e-6, 3e-9
+RTOL = 1e-6
+ATOL = 3e-9
 DIALECT = {"gen1": "verl-2025-10", "gen2": "verl-2025-11", "gen3": "verl", "slime": "slime"}
 # Number of cases, of metrics compared, and of metrics left out by reason.
 NUMBERS = {"gen1": 30, "gen2": 29, "gen3": 75, "slime": 10}
@@ -149,7 +150,8 @@ def ours(case, config, metrics_of, name):
         ((criterion,), key) = config.criteria, name.removeprefix("rollout_rs_")
         if "masked" in key:
             return metrics_of(config)[f"{prefix}rollout_rs_{criterion.name}_{key}"]
-        config, name = replace(config, rollout_is=LEVELS[criterion.name]), f"rollout_is_{key}"
+        config = replace(config, rollout_is=LEVELS[criterion.name])
+        name = f"rollout_is_{key}"
         bounds = [math.exp(criterion.lower), math.exp(criterion.upper)]
     if name.removeprefix("rollout_is_") in BEFORE_BOUNDS:
         config = replace(config, **UNTRUNCATED)
@@ -172,14 +174,16 @@ OF_SLIME = {
 
 
 def of_slime(case, config, metrics_of, name):
-    inputs, prefix = inputs_of(case), config.metric_prefix
+    inputs = inputs_of(case)
+    prefix = config.metric_prefix
     if name == "batch_norm_factor":
         return metrics_of(config)[f"{prefix}rollout_is_batch_norm_factor"]
     if name.startswith("is_ratio_") and name.endswith("_final"):
         choose = {"mean": torch.mean, "min": torch.min, "max": torch.max}[name.split("_")[2]]
         rows = zip(correct_rollouts(*inputs, config).weights, inputs[2], strict=True)
         return float(torch.stack([choose(weights[valid]) for weights, valid in rows if valid.any()]).mean())
-    key, alone = OF_SLIME.get(name, name), replace(config, rollout_is_batch_normalize=False)
+    key = OF_SLIME.get(name, name)
+    alone = replace(config, rollout_is_batch_normalize=False)
     if name.startswith(("rs_mask_fraction", "tis_mask_fraction")):
         side = "above" if name.endswith("high") else "below"
         key = f"rollout_rs_{config.criteria[-1].name}_rho_fraction_{side}"
@@ -197,7 +201,9 @@ def metrics_of_rows(identity, config):
 
 @pytest.mark.parametrize("generation", NUMBERS)
 def test_metrics(generation):
-    compared, reasons, wrong = 0, Counter(), []
+    compared = 0
+    reasons = Counter()
+    wrong = []
     for case, config, run in golden(generation):
         train, rollout, mask = inputs_of(case)
         for key, want in (case["metrics"] | case.get("metrics_by_definition", {})).items():
@@ -221,7 +227,8 @@ def test_october_2025_measures_what_it_does_not_apply():
         result = run(measured)
         assert result.weights is None
         assert torch.equal(result.mask, inputs_of(case)[2])
-        got, want = result.metrics(), run(config).metrics()
+        got = result.metrics()
+        want = run(config).metrics()
         # The veto is the one rejection of that release.
         names = [name for name in want if "rollout_rs" not in name and "veto" not in name and "catastroph" not in name]
         assert len(names) > 40

@@ -9,7 +9,9 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from tests.support.correction_cases import clear_batch
 from tests.support.correction_comparison import config_of, correct
 
-RELATIVE, ABSOLUTE = 1 / 32, 2**-14  # the width of a bin
+# the width of a bin
+RELATIVE = 1 / 32
+ABSOLUTE = 2**-14
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 

@@ -15,8 +15,10 @@ def formula(log_p, log_q):
     """max(D(p‖q), D(q‖p)) of two log-probs below log(1 - 1e-8)."""
     with localcontext() as context:
         context.prec = 40
-        p, q = Decimal(log_p).exp(), Decimal(log_q).exp()
-        this, other = (p / q).ln(), ((1 - p) / (1 - q)).ln()
+        p = Decimal(log_p).exp()
+        q = Decimal(log_q).exp()
+        this = (p / q).ln()
+        other = ((1 - p) / (1 - q)).ln()
         return float(max(p * this + (1 - p) * other, -q * this - (1 - q) * other))
 
 

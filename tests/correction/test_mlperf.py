@@ -8,7 +8,8 @@ import torch
 from megatron_rc import RolloutCorrectionConfig, aggregate_loss, correct_rollouts, policy_loss
 
 PRESET = RolloutCorrectionConfig.seq_mask_tis()
-LOW, HIGH = 0.999, 1.002
+LOW = 0.999
+HIGH = 1.002
 # Of the reference's settings.
 LOSS_FN = {
     "use_importance_sampling_correction": True,
@@ -33,7 +34,8 @@ def draw():
 def reference(train, rollout, mask, advantages):
     """(loss, gradient by the log-probs): Σ -A w r / N with r = 1 and N the tokens before rejection."""
     number = sum(map(sum, mask.tolist()))
-    loss, gradient = 0.0, torch.zeros_like(train)
+    loss = 0.0
+    gradient = torch.zeros_like(train)
     for i, valid in enumerate(mask.tolist()):
         tokens = [t for t, one in enumerate(valid) if one]
         logs = {t: float(train[i, t]) - float(rollout[i, t]) for t in tokens}

@@ -41,7 +41,8 @@ def correct(batch, config):
 @pytest.mark.parametrize("far", [False, True], ids=["CPU", "another device"])
 def test_few_operations_correct_a_batch(name, far):
     fields, most = MOST[name]
-    config, batch = RolloutCorrectionConfig(**fields), make_batch()
+    config = RolloutCorrectionConfig(**fields)
+    batch = make_batch()
     if far:
         with far_device():
             batch = [tensor.to(GPU) for tensor in batch]

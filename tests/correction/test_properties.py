@@ -29,7 +29,8 @@ from tests.support.correction_comparison import numbers
 WIDTH = 8
 # Of weights: sums of log-probs to -1e4 round to 4e-12 at each step, otherwise in every order and layout.
 ROUNDING = 1e-10
-TRAIN, ROLLOUT = "train_log_probs", "rollout_log_probs"
+TRAIN = "train_log_probs"
+ROLLOUT = "rollout_log_probs"
 CONFIGS = {
     "token": {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "2,1,3"},
     "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_2", "rollout_is_batch_normalize": True},
@@ -91,7 +92,8 @@ def added(pairs):
 
 def correct_split(batch, config, sizes, replicas, cp_size, split):
     """(weights, mask) [n, s], metrics and denominators from shards whose pairs are added by hand."""
-    shards, length = {}, batch[TRAIN].shape[1] // cp_size
+    shards = {}
+    length = batch[TRAIN].shape[1] // cp_size
     for replica, rows in enumerate(replicas):
         for rank in range(cp_size):
             layout = SequenceLayout.padded(len(rows), length, cp_rank=rank, cp_size=cp_size, split=split)
@@ -159,7 +161,8 @@ def test_the_order_of_sequences_changes_nothing(batch, name, random):
     order = list(range(len(batch["rewards"])))
     random.shuffle(order)
     order = torch.tensor(order)
-    shuffled, result = correct(rows_of(batch, order), name), correct(batch, name)
+    shuffled = correct(rows_of(batch, order), name)
+    result = correct(batch, name)
     back = order.argsort()
     got = shuffled.weights[back], shuffled.mask[back], shuffled.metrics(), shuffled.denominators
     assert_equal(got, result)
@@ -185,7 +188,8 @@ def test_packing_and_padding_give_the_same(batch, name, data):
     result = correct(batch, name)
     valid = batch["response_mask"]
     used = torch.cat([row[: int(row.nonzero().max()) + 1] if row.any() else row[:0] for row in valid])
-    weights, mask = torch.zeros_like(batch[TRAIN]), torch.zeros_like(valid)
+    weights = torch.zeros_like(batch[TRAIN])
+    mask = torch.zeros_like(valid)
     weights[valid] = torch.cat(packed.weights)[used]
     mask[valid] = torch.cat(packed.mask)[used]
     assert_equal((weights, mask, packed.metrics(), packed.denominators), result)
@@ -197,7 +201,8 @@ def test_fillers_change_no_bit(batch, name, filler):
     filled = dict(batch)
     for key in (TRAIN, ROLLOUT):
         filled[key] = torch.where(batch["response_mask"], batch[key], filler)
-    result, other = correct(batch, name), correct(filled, name)
+    result = correct(batch, name)
+    other = correct(filled, name)
     assert torch.equal(result.weights, other.weights)
     assert torch.equal(result.mask, other.mask)
     assert torch.equal(numbers(result), numbers(other))

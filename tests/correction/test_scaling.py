@@ -21,11 +21,15 @@ from megatron_rc.measures.measure import LENGTH_BUCKETS
 from megatron_rc.settings.criteria import CRITERIA
 from tests.support.paths import ROOT
 
-SMALL, LARGE = LAYOUTS[2], LAYOUTS[3]
-LONG, OTHER = OTHERS[0], OTHERS[2]
+SMALL = LAYOUTS[2]
+LARGE = LAYOUTS[3]
+LONG = OTHERS[0]
+OTHER = OTHERS[2]
 BATCHES = (BASE, LONG, OTHER)
 PLAN, MICRO, STEP = PHASES
-FIRST_STAGE, LAST, OTHER_SLICE = "first stage", "last stage, last rank", "last stage, last CP rank"
+FIRST_STAGE = "first stage"
+LAST = "last stage, last rank"
+OTHER_SLICE = "last stage, last CP rank"
 GATHERING = "token IS, tokens gathered"
 # On thousands of ranks: sums, maxima, prompts and the step in the loss.
 SOME = (*SHOWN, "token IS, seq_max", "token IS, two group criteria")
@@ -51,7 +55,8 @@ CHOSEN = (
 
 def rank_of(layout, place):
     """One of the layout's corners: the first of all, or one of the last pipeline stage. The last one has no tokens."""
-    corners, first = layout.corners(), layout.first_of_last_stage
+    corners = layout.corners()
+    first = layout.first_of_last_stage
     return {
         FIRST_STAGE: corners[0],
         LAST: corners[-1],
@@ -132,7 +137,8 @@ def test_the_document_has_the_formulas_of_every_trace(traces, document):
     layouts = {layout.world: layout for layout in (SMALL, LARGE)}
     for key, calls in traces.items():
         if key.name != GATHERING:
-            layout, batch = layouts[key.world], BATCHES[key.batch]
+            layout = layouts[key.world]
+            batch = BATCHES[key.batch]
             wanted = scaling.expected(formulas[key.name], batch, layout, key.place != FIRST_STAGE)
             assert calls == wanted, f"{key}: print the formulas with python benchmarks/scaling.py --formulas"
 

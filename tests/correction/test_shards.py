@@ -58,7 +58,8 @@ def my_places(rows, layout):
 
 def correct_shards(batches, split, form):
     """For each case on one rank: (rows, positions, weights, mask, the result's numbers)."""
-    groups, rows = ParallelGroups.from_megatron(), my_rows(split)
+    groups = ParallelGroups.from_megatron()
+    rows = my_rows(split)
     found = {}
     for name, batch in batches.items():
         pieces = list(rows.split(3)) or [rows] if form == "lists" else [rows]
@@ -67,7 +68,8 @@ def correct_shards(batches, split, form):
         sides = {key: [part[2][key] for part in parts] for key in batch.sides}
         layouts = [part[0] for part in parts]
         if form != "lists":
-            tensors, layouts = [values[0] for values in tensors], layouts[0]
+            tensors = [values[0] for values in tensors]
+            layouts = layouts[0]
             sides = {key: values[0] for key, values in sides.items()}
         result = correct_rollouts(*tensors, config_of(name), layouts, groups, **sides, **sizes(batch))
         result.check()
@@ -123,7 +125,8 @@ def assert_as_expected(everywhere, clear):
 
 def count_collectives(names, length):
     """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
-    groups, found = ParallelGroups.from_megatron(), {}
+    groups = ParallelGroups.from_megatron()
+    found = {}
     where = cp_place()
     layout = SequenceLayout.padded(2, length // where["cp_size"], **where)
     for name in names:
@@ -173,7 +176,8 @@ def check_bad_token(policy, value, with_ids):
     """Data that one rank alone sees as bad; the error of each rank."""
     groups = ParallelGroups.from_megatron()
     layout = my_layout([WIDTH] * 4, "padded")
-    train, rollout = torch.full(layout.shape, -1.0), torch.full(layout.shape, -1.1)
+    train = torch.full(layout.shape, -1.0)
+    rollout = torch.full(layout.shape, -1.1)
     if dist.get_rank() == dist.get_world_size() - 1:
         {"training": train, "rollout": rollout}[policy][2, 5] = value
     ids = torch.tensor([9, 7, 6, 5]) + 4 * group_rank(groups.dp)
@@ -226,7 +230,8 @@ def test_every_pipeline_stage_knows_the_plan(ranks, name):
 
 def messages(thresholds, kind):
     """What each rank says, in the order of its calls."""
-    groups, threshold = ParallelGroups.from_megatron(), thresholds[dist.get_rank()]
+    groups = ParallelGroups.from_megatron()
+    threshold = thresholds[dist.get_rank()]
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold)
     layout = SequenceLayout.padded(2, 8, **cp_place())
     tokens = torch.full(layout.shape, -1.0), torch.full(layout.shape, -1.1), torch.ones(layout.shape, dtype=torch.bool)
@@ -234,7 +239,8 @@ def messages(thresholds, kind):
         return [outcome(correct_rollouts(*tokens, config, layout, groups).check)]
     correction = RolloutCorrection(config, groups, loss=PolicyLossConfig())
     plan = correction.plan(PlanInputs(*tokens, layout) if groups.is_last_stage else None)
-    checked, scale = outcome(plan.check), outcome(plan.loss_scale, num_microbatches=1)
+    checked = outcome(plan.check)
+    scale = outcome(plan.loss_scale, num_microbatches=1)
     return [checked, scale if isinstance(scale, str) else None]
 
 

@@ -83,7 +83,8 @@ def test_presets_of_the_page_exist():
 
 def test_how_long_is_long():
     """The formula holds for normal log-ratios; ``n`` of the text follows from it."""
-    k3, length = 0.01, 35
+    k3 = 0.01
+    length = 35
     assert f"n = {math.log(2) / 2:.2f} / k3 tokens: 350 tokens at k3 = 0.001, {length} at {k3}" in PAGE
     generator = torch.Generator().manual_seed(0)
     sigma = math.sqrt(2 * k3)

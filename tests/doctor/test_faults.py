@@ -277,7 +277,8 @@ def signals(rewards, shares):
 
 
 # A run of six steps of 16 responses that ended far below its start.
-FALLEN, ALIKE = (0.375, 0.125, 0, 0.125, 0, 0), (0.5, 0.5, 0, 0.5, 0, 0)
+FALLEN = (0.375, 0.125, 0, 0.125, 0, 0)
+ALIKE = (0.5, 0.5, 0, 0.5, 0, 0)
 
 
 @pytest.mark.parametrize("factor", [1, 10])

@@ -30,7 +30,8 @@ def names_of(path):
 def batch_of(fault, seed=5):
     """The record of a made batch: a prompt of one token in front of each response."""
     batch = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in made(fault, seed).items()}
-    mask, rollout = batch.pop("response_mask"), batch.pop("rollout_log_probs")
+    mask = batch.pop("response_mask")
+    rollout = batch.pop("rollout_log_probs")
     rewards = torch.arange(len(mask)).float() % 3 - 1
     return made_batch(torch.ones(mask.shape, dtype=torch.int64), mask, rollout, rewards, **batch)
 
@@ -48,7 +49,8 @@ def write_lines(path, objects):
 
 @pytest.mark.parametrize("fault", ["temperature 0.7", "staleness"])
 def test_own_batches(tmp_path, fault):
-    batch, expected = batch_of(fault), [fault.split()[0]]
+    batch = batch_of(fault)
+    expected = [fault.split()[0]]
     save_rollouts(batch, tmp_path / "one.safetensors")
     assert names_of(tmp_path / "one.safetensors") == expected
     assert names_of(tmp_path) == expected
@@ -93,7 +95,8 @@ def test_the_step_in_a_records_name_says_how_old_the_weights_were(tmp_path, step
 def test_other_programs_records(tmp_path):
     """Lines as slime's samples, NeMo-RL's training data and verl's columns have them."""
     batch = made("temperature 1.4", 5)
-    slime, nemo = [], []
+    slime = []
+    nemo = []
     for row, count in enumerate(batch["response_mask"].sum(dim=1).tolist()):
         rollout, old = (batch[name][row, :count].tolist() for name in ("rollout_log_probs", "old_log_probs"))
         ones = [1] * count

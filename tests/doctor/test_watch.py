@@ -12,7 +12,8 @@ def lines(watch, rows):
 
 
 def test_one_line_when_the_verdict_changes():
-    good, bad = metrics_of(None), metrics_of("int4")
+    good = metrics_of(None)
+    bad = metrics_of("int4")
     found = lines(Watch(5, SETTINGS, "rollout_corr/"), [good] * 10 + [bad] * 20 + [good] * 20)
     assert (min(found), max(found)) == (15, 40), "the median of ten steps, every five"
     assert found[15].startswith("doctor after step 15: policies that differ by more than rounding (precision): ")

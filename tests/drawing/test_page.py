@@ -14,7 +14,9 @@ class Reader(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.addresses, self.texts = [], [], []
+        self.tags = []
+        self.addresses = []
+        self.texts = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):

@@ -16,7 +16,8 @@ from tests.support import one_step
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 
-OBJECTIVE, CRITERION = "python:examples.custom_objective:GOOD_ONLY", "python:examples.custom_criterion:SEQ_MIN"
+OBJECTIVE = "python:examples.custom_objective:GOOD_ONLY"
+CRITERION = "python:examples.custom_criterion:SEQ_MIN"
 WORDS = (
     f"--policy-loss={OBJECTIVE}",
     f"--rollout-rs=token_k1,{CRITERION}",
@@ -24,7 +25,8 @@ WORDS = (
     "--grpo-kl-beta=0",
 )
 BYPASS = ("--bypass-mode", f"--loss-type={OBJECTIVE}", *WORDS[1:])
-ROWS, LENGTH = 8, 16
+ROWS = 8
+LENGTH = 16
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +47,14 @@ def draw():
 
 def trained(words):
     """The gradient of the whole batch's loss at this rank's log-probs; π_θ is π_old."""
-    config, groups = run_config(words, torch.distributed.get_world_size(), engine=False), ParallelGroups.from_megatron()
+    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    groups = ParallelGroups.from_megatron()
     size = torch.distributed.get_world_size(groups.cp)
     layout = SequenceLayout.padded(ROWS, LENGTH // size, cp_rank=group_rank(groups.cp), cp_size=size)
     old, rollout, mask = (layout.cut(draw()[index]) for index in (0, 1, 3))
     correction = RolloutCorrection(config.correction, groups, loss=config.loss)
-    in_loss, new = config.correction.bypass_mode, old.clone().requires_grad_()
+    in_loss = config.correction.bypass_mode
+    new = old.clone().requires_grad_()
     inputs = PlanInputs(None if in_loss else old, rollout, mask, layout, advantages=draw()[2])
     one_step.made(correction, inputs, new)
     return new.grad * (correction.step.factor if in_loss else 1) / size

@@ -14,7 +14,11 @@ def asked(label, response, turns=()):
 
 @pytest.mark.parametrize("label", range(1, HIGHEST + 1))
 def test_halving_finds_every_number_in_three_guesses(label):
-    game, turns, reward, low, high = Game(1), [], 0.0, 1, HIGHEST
+    game = Game(1)
+    turns = []
+    reward = 0.0
+    low = 1
+    high = HIGHEST
     for _ in range(3):
         guess = (low + high) // 2
         reply = game.reply(**asked(label, str(guess), turns))

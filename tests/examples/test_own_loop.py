@@ -36,7 +36,8 @@ def by_hand(layout):
     positions = torch.arange(digits.LENGTH)
     logits = loop.model(batch["tokens"], positions, None).double()
     new = logits.log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
-    mask, log_ratio = batch["response_mask"], new.detach() - batch["rollout_log_probs"].double()
+    mask = batch["response_mask"]
+    log_ratio = new.detach() - batch["rollout_log_probs"].double()
     weights = log_ratio.exp().clamp(max=2)
     loss = -(weights * batch["advantages"] * new)[mask].sum() / mask.sum()
     gradients = torch.autograd.grad(loss, list(loop.model.parameters()))

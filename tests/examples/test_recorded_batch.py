@@ -39,7 +39,8 @@ def test_metrics_are_those_of_the_formula(tmp_path, run, made):
     shown, _ = run(made, "--out", tmp_path / "weights.png")
     found = {name: float(value) for name, value in map(str.split, shown.splitlines())}
     batch = load_rollouts(made)
-    mask, log_ratio = batch.response_mask, (batch.old_log_probs - batch.rollout_log_probs).double()
+    mask = batch.response_mask
+    log_ratio = (batch.old_log_probs - batch.rollout_log_probs).double()
     k3 = torch.where(mask, log_ratio.exp() - 1 - log_ratio, 0).sum(1) / mask.sum(1)
     rejected = k3 > 0.01
     assert rejected[56:].all()

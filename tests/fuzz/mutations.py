@@ -20,7 +20,8 @@ def spoilt_bytes(content: bytes, rng: random.Random) -> bytes:
     """Bits flipped, bytes cut out, doubled, replaced or put in."""
     spoilt = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        place, length = rng.randrange(len(spoilt) + 1), rng.choice((1, 1, 4, 64, 1024))
+        place = rng.randrange(len(spoilt) + 1)
+        length = rng.choice((1, 1, 4, 64, 1024))
         how = rng.randrange(6)
         if how == 0 and place < len(spoilt):
             spoilt[place] ^= 1 << rng.randrange(8)

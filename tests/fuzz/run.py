@@ -82,7 +82,9 @@ def check(name: str, content: Any, folder: Path) -> str | None:
 def main() -> None:
     """Try new cases until the time is over, and print each kind of finding once."""
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 5.0
-    end, number, seen = time.monotonic() + 60 * minutes, 0, set()
+    end = time.monotonic() + 60 * minutes
+    number = 0
+    seen = set()
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < end:
             for name in TARGETS:

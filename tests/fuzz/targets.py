@@ -202,7 +202,8 @@ def asked(server: type[Any], content: bytes) -> object:
     """One sample of a server with this answer, which is asked for experts and kept tokens."""
     http = AnswerFrom(content)
     client = server(http, experts_shape=(1, 1), reports_support=True)
-    client.model, client.keeps_version = "m", True
+    client.model = "m"
+    client.keeps_version = True
     (ask,) = make_asks([[1, 2]], SamplingParams(top_p=0.9), 2, 0, ResponseEnds((12,)))
     return client.read(ask, http.json("POST", "/"), VersionRange(0, 0))
 

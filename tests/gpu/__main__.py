@@ -98,11 +98,17 @@ def main() -> None:
 def _plan(args: argparse.Namespace) -> tuple[str, list[tuple[Path, str]], float]:
     """(name of the results, files with the names of their checks as pytest's ``-k`` has them, seconds for all)."""
     if args.quarter:
-        name, chosen, seconds = "quarter", QUARTER, QUARTER_SECONDS
+        name = "quarter"
+        chosen = QUARTER
+        seconds = QUARTER_SECONDS
     elif args.bench:
-        name, chosen, seconds = "bench", tuple((file, "") for file in BENCHMARKS), TOTAL_SECONDS
+        name = "bench"
+        chosen = tuple((file, "") for file in BENCHMARKS)
+        seconds = TOTAL_SECONDS
     else:
-        name, chosen, seconds = "checks", tuple((file, "") for file in CHECKS), TOTAL_SECONDS
+        name = "checks"
+        chosen = tuple((file, "") for file in CHECKS)
+        seconds = TOTAL_SECONDS
     parts = [(Path(__file__).parent / file, only) for file, only in chosen]
     if args.files:
         parts = [(file, "") for file in args.files]
@@ -131,20 +137,25 @@ def run_file(python: Path, file: Path, device: str, only: str, deadline: float) 
     left: list[str] = []
     for _ in range(PROCESSES_PER_FILE):
         # What the process has written: the checks that it was to run, the one that it is in and since when.
-        collected, current, since, failed = None, "", 0.0, False
+        collected = None
+        current = ""
+        since = 0.0
+        failed = False
         words = [str(python), "-m", "pytest", "-q", str(file), f"--device={device}", *(["-k", only] if only else [])]
         for event in _events(words, done, deadline):
             match event.pop("event"):
                 case "collected":
                     collected = event["names"]
                 case "started":
-                    current, since = event["name"], time.monotonic()
+                    current = event["name"]
+                    since = time.monotonic()
                 case "ended":
                     current = ""
                     done.append(event["name"])
                     failed |= event["result"] == "failed"
                     yield Row(**event)
-        status, output = event["status"], event["output"]
+        status = event["status"]
+        output = event["output"]
         why = "no time was left" if status is None else f"its process ended with {_status(status)}"
         if current:
             done.append(current)
@@ -173,7 +184,8 @@ def _events(words: list[str], done: Sequence[str], deadline: float) -> Iterator[
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as folder, Path(folder, "log").open("w+", errors="replace") as log:
-        results, before = Path(folder, "results.jsonl"), Path(folder, "done.json")
+        results = Path(folder, "results.jsonl")
+        before = Path(folder, "done.json")
         results.touch()
         before.write_text(json.dumps(done), encoding="utf-8")
         words = [*words, f"--results={results}", f"--done={before}"]

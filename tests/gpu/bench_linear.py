@@ -7,7 +7,10 @@ from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_lo
 from tests.gpu import measure
 from tests.gpu.packages import require
 
-TOKENS, SIZE, VOCABULARY, TURNS = 8192, 2048, 151_936, 5
+TOKENS = 8192
+SIZE = 2048
+VOCABULARY = 151_936
+TURNS = 5
 
 
 def ours(chunk):

@@ -16,7 +16,9 @@ from tests.gpu.training import joined, words_for
 from tests.support.made_rollouts import on_device, short_responses
 from tests.support.recorded_training import flags, make_trainer
 
-RESPONSES, LENGTH, TIMES = 256, 16, 9
+RESPONSES = 256
+LENGTH = 16
+TIMES = 9
 TE = "transformer_engine.pytorch"
 LAYERS = {
     "local": ("", ("--transformer-impl=local",)),

@@ -17,7 +17,10 @@ from tests.gpu.training import joined, words_for
 from tests.support.made_rollouts import near_rollouts
 from tests.support.recorded_training import make_trainer
 
-VOCABULARY, LENGTH, SEQUENCES, ROWS = 128_256, 1024, 16, 4
+VOCABULARY = 128_256
+LENGTH = 1024
+SEQUENCES = 16
+ROWS = 4
 BILLION = """--num-layers=16 --hidden-size=2048 --ffn-hidden-size=8192 --num-attention-heads=32 --num-query-groups=8
 --bf16 --use-distributed-optimizer""".split()
 SMALL = "--num-layers=2 --hidden-size=64 --ffn-hidden-size=96 --num-attention-heads=4 --num-query-groups=2".split()

@@ -7,8 +7,12 @@ from megatron_rc.parallel import vocab_parallel_log_probs_and_entropy
 from tests.gpu import measure
 from tests.gpu.packages import require
 
-ROWS, WIDTH, TURNS = 8192, 151_936, 15
-SHARE, PEAK, PEAK_IN_PLACE = 0.85, 1.02, 0.02
+ROWS = 8192
+WIDTH = 151_936
+TURNS = 15
+SHARE = 0.85
+PEAK = 1.02
+PEAK_IN_PLACE = 0.02
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
@@ -61,7 +65,8 @@ def copy_bandwidth(logits):
 def test_ours(data, on_gpu, figures, target):
     """The forward reads the logits once; the backward reads them and writes as much."""
     logits, labels = data
-    size, bandwidth = logits.numel() * logits.element_size(), copy_bandwidth(logits)
+    size = logits.numel() * logits.element_size()
+    bandwidth = copy_bandwidth(logits)
     forward, backward = times(ours(), logits, labels)
     figures(copy_GB_s=bandwidth / 1e9, forward_ms=forward, backward_ms=backward)
     figures(both_ms_alone=sum(times(ours(), logits, labels, ahead=False)))

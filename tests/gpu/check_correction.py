@@ -29,7 +29,8 @@ def large_batch(shape):
 
 def assert_near(got, want, figures):
     """The same mask, and metrics and weights with a relative difference of 1e-4 at most."""
-    mine, theirs = got.metrics(), want.metrics()
+    mine = got.metrics()
+    theirs = want.metrics()
     assert mine.keys() == theirs.keys()
     of_metrics = largest_error(abs(mine[name] - theirs[name]) / (1e-3 + abs(theirs[name])) for name in mine)
     apart = (got.weights.cpu() - want.weights.cpu()).abs() / (1e-6 + want.weights.cpu().abs())
@@ -43,13 +44,17 @@ def assert_near(got, want, figures):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_every_case_is_that_of_the_cpu(device, figures, packed):
     """In float64, which no rounding can hide behind."""
-    errors, wrong = [], []
+    errors = []
+    wrong = []
     for name in CASES:
-        batch, layout = clear_batch(name)[0], None
+        batch = clear_batch(name)[0]
+        layout = None
         if packed:
             batch, layout, _ = pack(batch)
-        here, there = correct(name, batch, layout=layout), correct(name, moved(batch, device), layout=layout)
-        mine, theirs = there.metrics(), here.metrics()
+        here = correct(name, batch, layout=layout)
+        there = correct(name, moved(batch, device), layout=layout)
+        mine = there.metrics()
+        theirs = here.metrics()
         assert mine.keys() == theirs.keys()
         apart = largest_error(abs(mine[key] - theirs[key]) / (1 + abs(theirs[key])) for key in theirs)
         same = torch.equal(there.mask.cpu(), here.mask) and (

@@ -16,9 +16,12 @@ from tests.gpu.packages import require
 from tests.support.errors import largest_error
 from tests.support.vocab_cases import Case, bad_logits, results, textbook
 
-FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+FLOAT32 = torch.float32
+BFLOAT16 = torch.bfloat16
+FLOAT16 = torch.float16
 # A GPU's exponential is good to two units in the last place, and sums are of float32.
-FORWARD, BACKWARD = 1e-5, 2e-5
+FORWARD = 1e-5
+BACKWARD = 2e-5
 WIDTHS = {
     "1": Case(1, 4),
     "5": Case(5, 5, entropy=False, used=(0,), temperature=0.7),
@@ -121,10 +124,12 @@ def test_views(device, figures):
 @pytest.mark.parametrize("over", [False, True])
 def test_kept_tokens(device, over):
     """In any order, with one id twice; one row without, which counts the whole vocabulary."""
-    rows, width = 9, 3001
+    rows = 9
+    width = 3001
     logits = torch.randn(rows, width, device=device).to(BFLOAT16).requires_grad_()
     ids = logits.detach().topk(40, dim=1).indices
-    labels, ids = ids[:, 3].clone(), torch.cat([ids, ids[:, :1]], dim=1)[1:].flatten()
+    labels = ids[:, 3].clone()
+    ids = torch.cat([ids, ids[:, :1]], dim=1)[1:].flatten()
     offsets = torch.tensor([0, *range(0, 41 * rows, 41)], device=device)
     found = vocab_parallel_log_probs_and_entropy(
         logits, labels, support_ids=ids, support_offsets=offsets, entropy_over_support=over
@@ -173,7 +178,8 @@ def test_more_elements_than_an_int32_counts(device, on_gpu, figures):
 
 def test_cost(device, counts, figures):
     """The memory that is promised, no wait of the host, two kernels and some of one number a token."""
-    rows, width = 2048, 151_936
+    rows = 2048
+    width = 151_936
     logits = torch.randn(rows, width, device=device, dtype=BFLOAT16)
     labels = torch.randint(0, width, (rows,), device=device)
     size = logits.numel() * logits.element_size()

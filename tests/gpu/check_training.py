@@ -50,7 +50,8 @@ def words(device, tmp_path):
 
 def distance_of(everywhere, case):
     """The relative distance of the gradient from the reference's, in the mini-batch where it is largest."""
-    expected, errors = training_cases.expected(case.objective), []
+    expected = training_cases.expected(case.objective)
+    errors = []
     for index, want in enumerate(expected.gradients):
         got = matrix.whole_gradients(everywhere, index)
         assert got.keys() == want.keys()
@@ -73,8 +74,10 @@ def test_gradients(words, figures, name):
     matrix.assert_case([found], case)
 
 
-FUSED, RECOMPUTED = ("--fused-linear-log-probs",), ("--recompute-granularity=full", "--recompute-method=uniform")
-APEX, TE = "fused_weight_gradient_mlp_cuda", "transformer_engine.pytorch"
+FUSED = ("--fused-linear-log-probs",)
+RECOMPUTED = ("--recompute-granularity=full", "--recompute-method=uniform")
+APEX = "fused_weight_gradient_mlp_cuda"
+TE = "transformer_engine.pytorch"
 TE_LAYERS = ("--transformer-impl=transformer_engine",)
 # Other ways to the same gradients: (package, case, flags, distance). bfloat16 has float32 gradients and the distributed
 # optimizer; not in decoupled mode, whose two policies differ by little more than it rounds, so that others are clipped.
@@ -158,7 +161,8 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
 
     No token is rejected, and weights change little, so that rounding decides about nothing.
     """
-    folder, more = tmp_path / "checkpoints", (*more, "--lr=1e-4", "--rollout-rs-threshold=1e-6_1e6,1e6")
+    folder = tmp_path / "checkpoints"
+    more = (*more, "--lr=1e-4", "--rollout-rs-threshold=1e-6_1e6,1e6")
     kept = (*more, f"--save={folder}", f"--load={folder}")
     steps(words(*kept), [0, 1])
     without = steps(words(*more), [0, 1, 2, 3])

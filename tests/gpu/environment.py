@@ -51,7 +51,8 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
     files = sorted(wheels.glob("*.whl")) if wheels else []
     if wheels and not files:
         end(f"WHEELS={wheels} holds no .whl file: fill it with `make wheels WHEELS={wheels}`", UNUSABLE)
-    stamp, wanted = folder / ".made", _fingerprint(files)
+    stamp = folder / ".made"
+    wanted = _fingerprint(files)
     python = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return python

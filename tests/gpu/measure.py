@@ -80,7 +80,8 @@ def milliseconds(
         ahead: the GPU is kept busy before the work, so that the host asks for it before it is due, as it does in a
             step, and what is measured is the GPU alone. Not for work in which the host waits.
     """
-    on_gpu, found = device.type == "cuda", []
+    on_gpu = device.type == "cuda"
+    found = []
     for _ in range(turns + 3):
         marks: list[Any] = []
         if on_gpu:

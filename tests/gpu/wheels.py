@@ -13,7 +13,8 @@ from pathlib import Path
 from tests.gpu.machine import end, say
 
 LIST = Path(__file__).with_name("wheels.txt")
-PYTHON, USAGE = "3.12", 2
+PYTHON = "3.12"
+USAGE = 2
 # pip takes these names as they are, and none stands for an older one.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 27, 28, 31, 34, 35, 39)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2014_x86_64"]

@@ -21,7 +21,8 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, make_trainer
 
 LAYOUT = Layout(pp=2)
-LENGTH, ROWS = 12, 6
+LENGTH = 12
+ROWS = 6
 
 
 def save_two_steps(words, folder):
@@ -81,7 +82,8 @@ def result_of(capsys, *words):
 def reference(home):
     """The parts of both models under Hugging Face's names."""
     folder, batch = home
-    trainer, engine = model_of(folder / "trainer"), model_of(folder / "engine")
+    trainer = model_of(folder / "trainer")
+    engine = model_of(folder / "engine")
     mask = batch.response_mask[:, 1:]
 
     def score(model):

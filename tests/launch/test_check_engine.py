@@ -23,7 +23,8 @@ class Faulty:
     """The default engine with one fault."""
 
     def __init__(self, engine, fault):
-        self.engine, self.fault = engine, fault
+        self.engine = engine
+        self.fault = fault
         if fault == "first end only":
             engine.ends = ResponseEnds(engine.ends.token_ids[:1])
             engine._end_tokens = torch.tensor(engine.ends.token_ids)
@@ -44,14 +45,17 @@ class Faulty:
         return [self.spoil(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
 
     def spoil(self, prompt, sample):
-        tokens, log_probs, reason = sample.token_ids, sample.log_probs, sample.finish_reason
+        tokens = sample.token_ids
+        log_probs = sample.log_probs
+        reason = sample.finish_reason
         if self.fault == "shift":
             log_probs = [-2.0, *log_probs[:-1]]
         if self.fault == "raw":
             logits = self.engine.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             log_probs = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
         if self.fault == "no eos" and tokens[-1] == EOS and len(tokens) > 1:
-            tokens, log_probs = tokens[:-1], log_probs[:-1]
+            tokens = tokens[:-1]
+            log_probs = log_probs[:-1]
         return Sample(tokens, log_probs, reason)
 
 
@@ -133,7 +137,8 @@ def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
     assert _tokens(batch, text).tolist() == [0, 3, 2]
     tokens[1, 5] = text.size
     assert _tokens(batch, text).tolist()[:2] == [1, 3]
-    split, foreign = judge_tokens(13, 0, 4, 3), judge_tokens(13, 2, 4, 0)
+    split = judge_tokens(13, 0, 4, 3)
+    foreign = judge_tokens(13, 2, 4, 0)
     assert (split.agrees, "3 of 4" in split.words) == (True, True)
     assert (foreign.agrees, "2 sampled tokens" in foreign.words) == (False, True)
     (inside,) = judge_endings(text.ends, 4, 4, 2)

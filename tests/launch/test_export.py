@@ -90,7 +90,8 @@ def test_transformers_reads_what_was_trained(home, tmp_path, name):
     trained = transformers.AutoModelForCausalLM.from_pretrained(home / name, dtype=dtype)
     assert type(model) is type(trained)
     assert model.dtype == dtype
-    tensors, expected = named_weights(model), named_weights(trained)
+    tensors = named_weights(model)
+    expected = named_weights(trained)
     assert tensors.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(tensors[key], value), key
@@ -168,7 +169,8 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     transformers.GenerationConfig(eos_token_id=[1, 2], do_sample=True, top_p=0.5).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 2], "bos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    loaded, ends = {"load_hf": str(folder)}, {"end_token_ids": [1, 2]}
+    loaded = {"load_hf": str(folder)}
+    ends = {"end_token_ids": [1, 2]}
     checkpoints = with_settings(home, tmp_path / "checkpoints", task=OWN, checkpoints=loaded, rollouts=ends)
     assert exported(checkpoints, tmp_path / "out") == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -313,8 +315,10 @@ def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words):
 
 
 def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
-    target, own = tmp_path / "out", tmp_path / "own"
-    part, old = own / "new", own / "old"
+    target = tmp_path / "out"
+    own = tmp_path / "own"
+    part = own / "new"
+    old = own / "old"
     own.mkdir()
     target.mkdir()
     (target / "config.json").write_text("old")

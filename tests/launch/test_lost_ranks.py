@@ -31,7 +31,8 @@ def join(monkeypatch):
     """Make the threads of a rank, each alone on its machine; ``left`` has what ranks left with."""
     monkeypatch.setattr(lost_ranks, "LOOK_SECONDS", LOOK)
     monkeypatch.setattr(lost_ranks, "_SILENT_SECONDS", 3 * LOOK)
-    made, left = [], []
+    made = []
+    left = []
 
     def join_run(port, rank, attempt=0, limit=60.0):
         values = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}

@@ -39,7 +39,8 @@ def folder(tmp_path):
 
 def in_folder(folder, do, *arguments):
     """As if started there: the current directory is where modules are looked for."""
-    before, path = os.getcwd(), list(sys.path)
+    before = os.getcwd()
+    path = list(sys.path)
     os.chdir(folder)
     try:
         return do(*arguments)

@@ -18,7 +18,8 @@ from tests.support.runs import wait_for
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_under_torchrun_each_of_three_signals_asks_to_stop(number):
-    before, request = signal.getsignal(number), StopRequest()
+    before = signal.getsignal(number)
+    request = StopRequest()
     with request.installed():
         os.kill(os.getpid(), number)
         wait_for(lambda: request.signal)
@@ -38,7 +39,8 @@ def test_under_the_launcher_its_signal_has_the_name_of_the_users_and_sigterm_sta
 
 
 def test_a_signal_is_heard_while_the_main_thread_is_in_compiled_code():
-    request, heard_in_time = StopRequest(), threading.Event()
+    request = StopRequest()
+    heard_in_time = threading.Event()
 
     def send():
         os.kill(os.getpid(), signal.SIGTERM)

@@ -11,7 +11,8 @@ from tests.doctor.test_levels import SEEN
 from tests.support.exported_runs import LEVELS, exported, flags, healthy_rows, verdicts
 from tests.support.made_faults import FAULTS, made
 
-RUNS, BATCHES = 200, 10
+RUNS = 200
+BATCHES = 10
 KNOWN = {"settings known": True, "settings unknown": False}
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,8 @@ def settings_of(level, known):
 
 def test_at_most_one_of_200_healthy_runs_is_called_unhealthy():
     """Rules of the kind ``weights`` call no run unhealthy; they are logged too."""
-    unhealthy, found = Counter(), Counter()
+    unhealthy = Counter()
+    found = Counter()
     for seed in range(RUNS):
         columns = zip(*healthy_rows(seed, LEVELS.values()), strict=True)
         for level, rows in zip(LEVELS, columns, strict=True):
@@ -38,7 +40,8 @@ def test_at_most_one_of_200_healthy_runs_is_called_unhealthy():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_the_same_at_every_level(fault):
     """Of at least 2,048 places. A fault that metrics do not tell is a distance, whose cause needs the tokens."""
-    dice, right = random.Random(1), Counter()
+    dice = random.Random(1)
+    right = Counter()
     for seed in range(BATCHES):
         drawn = setting(dice)
         while drawn.sequences * drawn.length < 2048 or drawn.sequences < 16:

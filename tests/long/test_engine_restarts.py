@@ -11,18 +11,22 @@ import time
 from tests.support.paths import ROOT
 from tests.support.runs import SMALL, TWO, finish, launch, rows_of, start, steps
 
-STEPS, KILLS = 40, 5
+STEPS = 40
+KILLS = 5
 
 
 class Supervised:
     """The server, started when its directory is there, and again whenever it is gone, after a pause."""
 
     def __init__(self, directory, pause):
-        self.directory, self.pause, self.starts = directory, pause, 0
+        self.directory = directory
+        self.pause = pause
+        self.starts = 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.process, self.ended = None, threading.Event()
+        self.process = None
+        self.ended = threading.Event()
         self.thread = threading.Thread(target=self._keep_alive)
 
     def __enter__(self):
@@ -47,7 +51,8 @@ class Supervised:
 
 def run(folder, kills):
     """The rows of a run whose server is killed so often, at any moment, and the seconds it took."""
-    rng, begun = random.Random(0), time.monotonic()
+    rng = random.Random(0)
+    begun = time.monotonic()
     (folder / "weights").mkdir(parents=True)
     with Supervised(folder / "weights" / "replica-0", pause=1) as server, (folder / "log").open("w") as log:
         words = ["--nproc-per-node=2", *SMALL, *TWO, f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}"]

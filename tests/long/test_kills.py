@@ -27,7 +27,8 @@ def files(folder):
 
 def kills(log):
     """Every phase in turn, each time on another step; in its first moment, and in later rounds in its midst."""
-    rng, faults = random.Random(0), []
+    rng = random.Random(0)
+    faults = []
     for step in range(1, 4 * ROUNDS + 1):
         # The rollout is that of the step that lies behind; every second step is saved.
         names = f"the rollout of step {step - 1}", f"the scoring of step {step}", f"the training of step {step}"

@@ -47,7 +47,9 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path, monkeypatch):
     wait_for(lambda: rows_of(folder), process, 300)
     ranks = [psutil.Process(pid) for pid in children(process.pid)]
     assert len(ranks) == 4
-    times, seen, begun = {}, [], time.monotonic()
+    times = {}
+    seen = []
+    begun = time.monotonic()
     while process.poll() is None:
         assert time.monotonic() - begun < SECONDS
         step = rows_of(folder)
@@ -73,7 +75,8 @@ def slope_of(file, times):
         file: (time, bytes in use), a line each.
         times: when each step was seen to be done.
     """
-    steps, least = sorted(times), {}
+    steps = sorted(times)
+    least = {}
     for line in file.read_text().splitlines()[:-1]:
         clock, used = line.split()
         while len(steps) > 1 and times[steps[1]] <= float(clock):

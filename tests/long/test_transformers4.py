@@ -157,7 +157,8 @@ def check_settings(found_5, found_4):
     """Compare the settings that both releases have."""
     for part in ("tokenizer", "generation"):
         assert found_4[part] == found_5[part]
-    settings_5, settings_4 = found_5["config"], found_4["config"]
+    settings_5 = found_5["config"]
+    settings_4 = found_4["config"]
     for name in (settings_5.keys() & settings_4.keys()) - APART:
         assert settings_4[name] == settings_5[name], name
     assert found_4["said"] == []

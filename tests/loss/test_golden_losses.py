@@ -31,7 +31,8 @@ from tests.correction import test_golden
 from tests.golden.load import cases
 from tests.support import one_step
 
-RTOL, ATOL = 1e-6, 1e-8
+RTOL = 1e-6
+ATOL = 1e-8
 # Number of cases compared by algorithm and project, and left out by reason.
 _COMPARED = """
 ppo_clip: {verl: 17, NeMo-RL: 5, slime: 3}
@@ -78,7 +79,8 @@ CLIPS = {
 
 def why_left_out(case):
     """Why a case is not compared, or None."""
-    algorithm, project = case["algorithm"], case["source"]["project"]
+    algorithm = case["algorithm"]
+    project = case["source"]["project"]
     if algorithm in OBJECTIVES:
         return OBJECTIVES[algorithm]
     if algorithm == "gmpo" and "rollout_is_weights" in case["arrays"]:
@@ -150,7 +152,9 @@ def aggregation(case):
 
 def correction_of(case):
     """The correction that a case makes itself, read from its own settings; None where it is handed the weights."""
-    algorithm, config, project = case["algorithm"], case["config"], case["source"]["project"]
+    algorithm = case["algorithm"]
+    config = case["config"]
+    project = case["source"]["project"]
     if algorithm == "rollout_corrected_pg":
         fields = config | {"bypass_mode": True, "loss_type": "reinforce"}
         return RolloutCorrectionConfig.from_dict(fields, dialect="verl-2025-11")
@@ -170,22 +174,27 @@ def correction_of(case):
 
 def decoupled(case, **changes):
     """A case whose policy loss, penalty or aggregation is one call of ours each."""
-    arrays, metrics = tensors(case), {}
-    mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
+    arrays = tensors(case)
+    metrics = {}
+    mask = arrays["response_mask"]
+    log_probs = arrays["log_prob"].requires_grad_()
     accepted = mask
     if case["algorithm"] == "aggregation":
         per_token = log_probs
     elif case["algorithm"] == "kl_penalty":
         per_token = kl_penalty(log_probs, arrays["ref_log_prob"], case["config"]["kl_penalty"])
     else:
-        old, weights = arrays.get("old_log_prob", arrays.get("rollout_log_prob")), arrays.get("rollout_is_weights")
+        old = arrays.get("old_log_prob", arrays.get("rollout_log_prob"))
+        weights = arrays.get("rollout_is_weights")
         if config := correction_of(case):
             assert config.rejection_denominator == "original" or not config.rejects
             result = correct_rollouts(old, arrays["rollout_log_prob"], mask, config)
-            weights, accepted = result.weights, result.mask
+            weights = result.weights
+            accepted = result.mask
         settings = {"algorithm": algorithm_of(case), "weights": weights} | clips(case) | changes
         policy = policy_loss(log_probs, old, arrays["advantages"], mask, **settings)
-        sums, maxima = policy.statistics.sums.tolist(), policy.statistics.maxima.tolist()
+        sums = policy.statistics.sums.tolist()
+        maxima = policy.statistics.maxima.tolist()
         metrics = derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
         per_token = policy.per_token
     loss = aggregated(case, per_token, accepted, mask)
@@ -214,7 +223,8 @@ def corrects_in_loss(case, config, **changes):
 
 def bypassed(case, **changes):
     """A step of one micro-batch through the schedule's loss: its own factors are 1, D₀/G comes from finish_step."""
-    arrays, config = tensors(case), correction_of(case)
+    arrays = tensors(case)
+    config = correction_of(case)
     more = {name: changes.pop(name) for name in config.to_dict() if name in changes}
     config = RolloutCorrectionConfig(**(config.to_dict() | more))
     correction, inputs = corrects_in_loss(case, config, **changes)
@@ -281,7 +291,8 @@ def test_one_wrong_setting_is_seen(run, wrong, seen):
 @pytest.mark.parametrize("name", CORRECTED)
 def test_correction_inside_the_loss(name):
     case = CASES[name]
-    arrays, config = tensors(case), correction_of(case)
+    arrays = tensors(case)
+    config = correction_of(case)
     inputs = [arrays[key] for key in ("log_prob", "rollout_log_prob", "response_mask")]
     correction, given = corrects_in_loss(case, config)
     correction.plan(given)
@@ -298,7 +309,8 @@ def test_correction_inside_the_loss(name):
 
 def of_loss(case, name, metrics):
     """(why a metric of the loss is not compared or None, our value)."""
-    project, mask = case["source"]["project"], case["arrays"]["response_mask"]
+    project = case["source"]["project"]
+    mask = case["arrays"]["response_mask"]
     if project == "NeMo-RL" or name.startswith("tis"):
         return f"{project}'s own", None
     if case["algorithm"] == "gmpo" and name.startswith("pg_clipfrac"):
@@ -314,7 +326,8 @@ def of_loss(case, name, metrics):
 
 def of_correction(case, name, metrics):
     """(why a metric of the correction inside the loss is not compared or None, our value); see test_golden."""
-    arrays, config = tensors(case), correction_of(case)
+    arrays = tensors(case)
+    config = correction_of(case)
     inputs = [arrays[key] for key in ("log_prob", "rollout_log_prob", "response_mask")]
     case = case | {"generation": GENERATION[case["source"]["release"]]}
     reason = test_golden.left_out(case, name, (inputs[0] - inputs[1])[inputs[2]])
@@ -326,7 +339,9 @@ def of_correction(case, name, metrics):
 
 
 def test_metrics():
-    compared, reasons, wrong = Counter(), Counter(), []
+    compared = Counter()
+    reasons = Counter()
+    wrong = []
     for name, case in CASES.items():
         for key, want in case["metrics"].items():
             kind = of_correction if key.startswith("rollout_corr/") else of_loss

@@ -28,10 +28,13 @@ def test_loss_and_gradient_are_those_of_loops(clip, weighed):
     values, returns, old, mask, weights = random_case(1)
     values.requires_grad_()
     found = value_loss(values, returns, mask, old_values=old, clip=clip, weights=weights if weighed else None)
-    objective, total, clipped = critic_oracle.Objective(clip=clip), 0.0, 0
+    objective = critic_oracle.Objective(clip=clip)
+    total = 0.0
+    clipped = 0
     for row, t in mask.nonzero().tolist():
         loss, is_clipped = critic_oracle.token_loss(objective, values[row, t], old[row, t], returns[row, t])
-        total, clipped = total + loss * (weights[row, t] if weighed else 1), clipped + is_clipped
+        total = total + loss * (weights[row, t] if weighed else 1)
+        clipped = clipped + is_clipped
     (want,) = torch.autograd.grad(total, values)
     (got,) = torch.autograd.grad(found.per_token.sum(), values)
     torch.testing.assert_close(found.per_token.sum(), total)
@@ -58,7 +61,8 @@ def test_narrow_values_are_reckoned_with_in_float32():
     """Squares of 300 are no float16."""
     dtype = torch.float16
     given = [value.to(dtype) for value in (300 * VALUES, RETURNS, 300 * OLD)]
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for values, returns, old in (given, [value.double() for value in given]):
         leaf = values.clone().requires_grad_()
         found = value_loss(leaf, returns, MASK, old_values=old, clip=0.2)

@@ -103,7 +103,8 @@ def test_outcomes_are_those_of_loops(case):
 @pytest.mark.parametrize("sum_of_logs", [-45.0, -150.0, -280.0])
 def test_small_sequence_weights_are_told_apart(sum_of_logs):
     """The effective share of weights of which float32 has few digits, or none."""
-    length, generator = 400, torch.Generator().manual_seed(0)
+    length = 400
+    generator = torch.Generator().manual_seed(0)
     logs = sum_of_logs + 3 * torch.randn(8, generator=generator).double()
     rollout = torch.full((8, length), -3.0)
     old = rollout.double() + logs.unsqueeze(1) / length
@@ -138,7 +139,8 @@ def test_rejections_are_counted_by_reward_length_and_age():
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.95_1.05")
     _, found = replayed([batch], config)
     (mask,) = found.masks
-    lengths, kept = batch.response_mask.sum(dim=1), mask.sum(dim=1)
+    lengths = batch.response_mask.sum(dim=1)
+    kept = mask.sum(dim=1)
     ages = 3 - batch.policy_versions[:, 0]
     keys = {
         "by_reward": [("negative", "zero", "positive")[int(reward) + 1] for reward in batch.rewards],
@@ -167,7 +169,8 @@ def test_rejections_are_counted_by_turn():
     _, found = replayed([batch], config)
     counts = {}
     for sampled, scored, kept in zip(batch.response_mask, ~batch.old_log_probs.isnan(), found.masks[0], strict=True):
-        turns, turn = {}, -1
+        turns = {}
+        turn = -1
         for column in sampled.nonzero().flatten().tolist():
             turn += not sampled[column - 1]
             if scored[column]:
@@ -184,7 +187,8 @@ def test_rejections_are_counted_by_turn():
 
 def test_several_batches_are_one():
     """Whatever files they lie in: prompts of one are never those of another, ages are against the own step."""
-    one, two = scored_batch(0), scored_batch(1, length=26)
+    one = scored_batch(0)
+    two = scored_batch(1, length=26)
     together = dataclasses.replace(two, group_ids=two.group_ids + 3, sample_ids=two.sample_ids + 50)
     config = RolloutCorrectionConfig.preset("decoupled_seq_is_rs")
     _, apart = replayed([one, two], config)
@@ -270,7 +274,8 @@ def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
     assert len(names) == 8
     assert names[1] == "decoupled_token_is rollout_is_threshold=1.1 rollout_is_batch_normalize=False"
     assert names[7] == "own rollout_is_threshold=5 rollout_is_batch_normalize=False"
-    first, second = found["corrections"][1], found["corrections"][3]
+    first = found["corrections"][1]
+    second = found["corrections"][3]
     assert first["weights"]["largest"] == pytest.approx(1.1)
     assert second["weights"]["largest"] > 1.2
     assert found["corrections"][2]["settings"]["rollout_is_batch_normalize"] is True

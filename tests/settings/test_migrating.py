@@ -57,7 +57,8 @@ def test_every_dialect_has_a_table_with_every_setting_once():
 def test_a_row(dialect, cells):
     (name,), (default,) = quoted(cells[0]), quoted(cells[1])
     assert yaml.safe_load(default) == BY_NAME[dialect].defaults[name]
-    given, wanted = settings(cells[2]), settings(cells[3])
+    given = settings(cells[2])
+    wanted = settings(cells[3])
     got = read(given, dialect)
     assert {field: got[field] for field in wanted} == wanted
     # This setting has the effect, or the others cannot be read without it.

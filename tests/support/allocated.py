@@ -22,10 +22,12 @@ from tests.support.recorded_training import run_config
 
 def random_rollouts(config: RunConfig) -> RolloutBatch:
     """This replica's share of a rollout batch, with every sequence of full length."""
-    rows, length = config.rollouts.sequences // config.data_parallel_size, config.training.seq_length
+    rows = config.rollouts.sequences // config.data_parallel_size
+    length = config.training.seq_length
     position = torch.arange(length).expand(rows, length)
     mask = position >= length - config.rollouts.max_response_length
-    tokens, log_probs = torch.randint(0, config.model.vocab_size, (rows, length)), -torch.rand(rows, length) - 1
+    tokens = torch.randint(0, config.model.vocab_size, (rows, length))
+    log_probs = -torch.rand(rows, length) - 1
     groups = torch.arange(rows) // config.rollouts.grpo_group_size
     return made_batch(tokens, mask, log_probs, torch.rand(rows), group_ids=groups)
 

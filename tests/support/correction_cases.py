@@ -14,7 +14,8 @@ from tests.support import correction_oracle as oracle
 
 LN = math.log
 LENGTHS = (9, 16, 0, 1, 12, 16, 3, 7, 2, 16, 5, 14)
-ROWS, WIDTH = len(LENGTHS), 16
+ROWS = len(LENGTHS)
+WIDTH = 16
 NEAREST = 1e-3  # the least distance of every statistic from every bound
 
 
@@ -183,7 +184,8 @@ bad sequences:
 
 
 def _case(fields: dict[str, Any], settings: dict[str, Any] | None = None, **more: Any) -> Case:
-    settings, criteria = dict(settings or {}), []
+    settings = dict(settings or {})
+    criteria = []
     for words in settings.pop("criteria", []):
         name, *bounds = words.split()
         criteria.append((name, *(LN(float(x)) if name.endswith("_k1") else float(x) for x in bounds)))

@@ -23,7 +23,10 @@ Table = Sequence[Sequence[float]]
 Rows = list[dict[int, float]]  # for each sequence: position -> value
 Criterion = tuple[str, float, float]  # name, lower, upper
 
-EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-125
+EXP_LIMIT = 20.0
+PPL_LIMIT = 80.0
+POSITIVE_LIMIT = 1e-4
+SMALLEST_MEAN = 1e-125
 FAR_LIMIT = 300.0  # of the log of a weight of several tokens
 AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean", "turn_sum", "turn_mean", "turn_max")
 BY_TOKEN = ("token", "turn", "turn_geometric", "prefix", "min_prefix")  # levels whose weights differ in a sequence
@@ -202,7 +205,8 @@ def read(train: Table, rollout: Table, mask: Table, settings: Settings, sides: S
         [{t: value(i, t) for t in tokens} for i, tokens in enumerate(good)]
         for value in (lambda i, t: train[i][t], lambda i, t: rollout[i][t], lambda i, t: train[i][t] - rollout[i][t])
     )
-    versions, newest = sides.versions, sides.current_version
+    versions = sides.versions
+    newest = sides.current_version
     ages = [{t: 0 if versions is None else newest - at(versions, i, t) for t in row} for i, row in enumerate(good)]
     return Batch(
         turns=turns_of(given, sides.turn_ids),
@@ -367,7 +371,8 @@ def weight_of(x: float, settings: Settings) -> float:
 
 
 def bound(weight: float, x: float, settings: Settings, scale: float) -> float:
-    low, high = settings.low**scale, settings.upper**scale
+    low = settings.low**scale
+    high = settings.upper**scale
     if settings.mode == "mask":
         return weight if log(low) <= x <= log(high) else 0.0
     if settings.mode == "clamp":
@@ -389,7 +394,8 @@ def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> fl
 
 def count(batch: Batch, accepted: list[list[int]]) -> list[list[float]]:
     """For each mini-batch the tokens and the sequences with a token, under m and under m'."""
-    counts, ids = [[0.0] * 4 for _ in range(batch.sides.num_mini_batches)], batch.sides.mini_batch_ids
+    counts = [[0.0] * 4 for _ in range(batch.sides.num_mini_batches)]
+    ids = batch.sides.mini_batch_ids
     for i in all_of(batch):
         row = counts[ids[i] if ids is not None else 0]
         for column, tokens in ((0, batch.counted[i]), (2, accepted[i])):
@@ -456,7 +462,8 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
     for prefix, rows in (("rollout_is_raw_", raw), ("rollout_is_", bounded), ("rollout_is_applied_", applied)):
         metrics |= {prefix + name: value for name, value in moments(flat(rows)).items()}
     logs = weight_log(batch, settings)
-    low, high = log(settings.low), log(settings.upper)
+    low = log(settings.low)
+    high = log(settings.upper)
     every = flat(logs)
     metrics["rollout_is_raw_eff_sample_size"] = sample_size(every, settings)
     if settings.level not in BY_TOKEN:
@@ -469,7 +476,8 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
     metrics["rollout_is_ratio_fraction_high"] = mean(x > high for x in tested_logs)
     metrics["rollout_is_ratio_fraction_low"] = mean(x < low for x in tested_logs)
     beyond = [[not low <= x <= high for x in relative[i].values()] for i in batch.sequences]
-    fraction, sequence_fraction = mean(x for row in beyond for x in row), mean(map(any, beyond))
+    fraction = mean(x for row in beyond for x in row)
+    sequence_fraction = mean(map(any, beyond))
     if settings.mode in ("mask", "clamp"):
         metrics["rollout_is_oob_ratio"] = fraction
     if settings.mode == "mask":
@@ -496,7 +504,8 @@ def rejection_metrics(
     batch: Batch, accepted: list[list[int]], rejected: Mapping[str, list[set[int]]], settings: Settings
 ) -> dict[str, float]:
     lost = [set(batch.good[i]) - set(accepted[i]) for i in all_of(batch)]
-    metrics, ratios = shares("rollout_rs_", batch, lost), []
+    metrics = shares("rollout_rs_", batch, lost)
+    ratios = []
     for name, lower, upper in settings.criteria:
         metrics |= shares(f"rollout_rs_{name}_", batch, rejected[name])
         if name.startswith(("token_", "turn_", "seq_")):
@@ -540,11 +549,13 @@ def relative_to_scale(rows: Rows, name: str, batch: Batch) -> Rows:
 
 def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
     """Metrics of a statistic, k1 as -log ρ: over tokens, and over sequences (their token mean for ``token_*``)."""
-    is_k1, rows = name.endswith("k1"), statistic(name, batch)
+    is_k1 = name.endswith("k1")
+    rows = statistic(name, batch)
     if is_k1:
         rows = [{t: -value for t, value in row.items()} for row in rows]
         lower, upper = -upper, -lower
-    tokens, sequences = flat(rows), [mean(rows[i].values()) for i in batch.sequences]
+    tokens = flat(rows)
+    sequences = [mean(rows[i].values()) for i in batch.sequences]
     by_token = name.startswith(("token_", "turn_"))
     units = tokens if by_token else sequences
     relative = relative_to_scale(rows, name, batch)
@@ -643,7 +654,8 @@ def distance_to_bounds(
     if settings.veto is not None:
         found += distances(flat(batch.log_ratio), log(settings.veto), math.inf)
     if settings.level is not None:
-        logs, raw = weight_log(batch, settings), weigh(batch, batch.good, settings)[0]
+        logs = weight_log(batch, settings)
+        raw = weigh(batch, batch.good, settings)[0]
         relative = relative_to_scale(logs, settings.level, batch)
         found += distances(flat(relative), log(settings.low), log(settings.upper))
         means = [mean(row.values()) ** (1 / batch.oldest[i]) for i, row in enumerate(raw) if row]

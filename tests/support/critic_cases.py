@@ -86,7 +86,8 @@ class Targets:
 @functools.cache
 def targets(experts: int = 0) -> Targets:
     """A fifth of the tokens rejected, and four sequences; returns near the values, so that some are clipped."""
-    data, generator = training_cases.make_data(), torch.Generator().manual_seed(5)
+    data = training_cases.make_data()
+    generator = torch.Generator().manual_seed(5)
     shape = data.mask.shape
     accepted = data.mask & (torch.rand(shape, generator=generator) > 0.2)
     accepted[list(training_cases.REJECTED_ROWS)] = False
@@ -129,12 +130,15 @@ def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new
     from megatron_rc.launch.training.critic import Critic
     from megatron_rc.launch.training.models.passes import ModelPasses
 
-    config, groups = run_config(words, torch.distributed.get_world_size(), engine=False), ParallelGroups.from_megatron()
-    critic, data = Critic(config, config.critic, groups, ModelPasses(config, groups)), training_cases.make_data()
+    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    groups = ParallelGroups.from_megatron()
+    critic = Critic(config, config.critic, groups, ModelPasses(config, groups))
+    data = training_cases.make_data()
     training_cases.load(critic.chunks, old)
     batch, rows = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
     cut = cut_batch(batch, config, groups)
-    values, places = critic.score(cut), training_cases.places_of(cut, rows)
+    values = critic.score(cut)
+    places = training_cases.places_of(cut, rows)
 
     def here(whole: torch.Tensor) -> torch.Tensor:
         found = torch.where(places[:, 0] >= 0, whole[places[:, 0].clamp(min=0), places[:, 1]], whole.new_zeros(()))

@@ -71,7 +71,12 @@ def update(
     expected = Expected()
     for index in range(max(mini_batch_ids) + 1):
         rows = [row for row, mini in enumerate(mini_batch_ids) if mini == index]
-        total, size, clipped, errors, targets, held = torch.zeros((), dtype=torch.float64), 0.0, [], [], [], []
+        total = torch.zeros((), dtype=torch.float64)
+        size = 0.0
+        clipped = []
+        errors = []
+        targets = []
+        held = []
         for row in rows:
             length = int(divides[row].sum())
             for t in mask[row].nonzero().flatten().tolist():
@@ -80,7 +85,8 @@ def update(
                     loss = loss * weighed[row, t]
                 if objective.aggregation == "seq-mean-token-mean":
                     loss = loss / length
-                total, size = total + loss, size + abs(loss.item())
+                total = total + loss
+                size = size + abs(loss.item())
                 clipped.append(float(is_clipped))
                 errors.append(float(returns[row, t] - now[row, t].detach()))
                 targets.append(float(returns[row, t]))
@@ -111,7 +117,8 @@ def token_loss(
     free = (value - target) ** 2
     if objective.clip is None:
         return free / 2, False
-    low, high = before - objective.clip, before + objective.clip
+    low = before - objective.clip
+    high = before + objective.clip
     held = low if value.item() < low.item() else high if value.item() > high.item() else value
     bounded = (held - target) ** 2
     return (bounded / 2, True) if bounded.item() > free.item() else (free / 2, False)

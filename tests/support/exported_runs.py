@@ -45,7 +45,8 @@ def healthy_batches(seed):
 
     A token's log ρ is normal with E[ρ] = 1, as if its logit were rounded. Most tokens are nearly certain.
     """
-    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dice = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     length = round(8 * 2 ** dice.uniform(0, 10))
     growth = min(2.0 ** dice.uniform(-1, 2), 8192 / length)  # of the lengths over the run
     sequences = max(16, min(256, 2**19 // round(length * max(growth, 1))))

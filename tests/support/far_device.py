@@ -23,14 +23,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 aten = torch.ops.aten
 # Operations with a result, or its shape, that the host must know.
 _DATA_SHAPES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten.bincount.default)
 _DATA_SHAPES += (aten._unique2.default, aten.unique_dim.default, aten.equal.default)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 _JOINING = (aten.cat.default, aten.stack.default)  # refuse even single numbers of the host
-_DEVICE, _IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
+_DEVICE = Tensor.device.__get__
+_IS_CUDA = Tensor.is_cuda.__get__
 # Storages on the GPU. While a weak reference is held, no other storage gets the same address.
 _there: dict[int, StorageWeakRef] = {}
 
@@ -174,7 +176,8 @@ class Answering(TorchFunctionMode):
     ) -> Tensor:
         for value in args:
             if isinstance(value, Tensor):
-                device, dtype = GPU if is_there(value) else CPU, value.dtype
+                device = GPU if is_there(value) else CPU
+                dtype = value.dtype
             elif isinstance(value, torch.dtype):
                 dtype = value
             elif value is not None and not isinstance(value, bool):

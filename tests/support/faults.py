@@ -58,7 +58,9 @@ def strike(fault):
 
 
 def arm(fault):
-    enter, is_due, struck = phases.enter, threading.Event(), threading.Event()
+    enter = phases.enter
+    is_due = threading.Event()
+    struck = threading.Event()
 
     def enter_and_strike(name):
         enter(name)

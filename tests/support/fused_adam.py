@@ -27,7 +27,8 @@ class FusedAdam(torch.optim.Optimizer):
             assert isinstance(group["step"], int)
             (first, second), step = group["betas"], group["step"]
             for parameter in (one for one in group["params"] if one.grad is not None):
-                state, grad = self.state[parameter], parameter.grad
+                state = self.state[parameter]
+                grad = parameter.grad
                 mean, square = (state.setdefault(name, torch.zeros_like(grad)) for name in ("exp_avg", "exp_avg_sq"))
                 mean.lerp_(grad, 1 - first)
                 square.mul_(second).addcmul_(grad, grad, value=1 - second)

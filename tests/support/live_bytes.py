@@ -39,7 +39,8 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         weakref.finalize(storage, self._remove, key)
         self._sizes[key] = size
         self.live += size

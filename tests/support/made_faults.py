@@ -50,8 +50,10 @@ class Maker:
     """A batch in the making: hidden states, the trainer's output layer, and the responses' lengths."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
-        self.setting, self.generator = setting, torch.Generator().manual_seed(seed)
-        n, s = setting.sequences, setting.length
+        self.setting = setting
+        self.generator = torch.Generator().manual_seed(seed)
+        n = setting.sequences
+        s = setting.length
         # Most tokens of a language model are nearly certain, some are open.
         scale = setting.sharpness * self.normal(n, s, 1).mul(0.7).add(1.4).exp()
         self.hidden = self.normal(n, s, HIDDEN) * scale
@@ -125,7 +127,8 @@ def stale(maker: Maker, oldest: int = 6) -> dict[str, Any]:
     versions = torch.randint(0, oldest + 1, (maker.setting.sequences,), generator=maker.generator)
     newest = oldest
     full = maker.drifted(float(oldest)) - maker.weight
-    rollout, tokens = torch.empty(maker.mask.shape), torch.empty(maker.mask.shape, dtype=torch.long)
+    rollout = torch.empty(maker.mask.shape)
+    tokens = torch.empty(maker.mask.shape, dtype=torch.long)
     for version in range(oldest + 1):
         rows = versions == version
         weight = round_weight(maker.weight + full * (newest - version) / oldest, "bf16")
@@ -146,7 +149,8 @@ def stale_cache(maker: Maker) -> dict[str, Any]:
 def tails(maker: Maker) -> dict[str, Any]:
     """Healthy, except for a few improbable tokens that are impossible under the trainer."""
     made = healthy(maker)
-    rollout, old = made["rollout_log_probs"], made["old_log_probs"].clone()
+    rollout = made["rollout_log_probs"]
+    old = made["old_log_probs"].clone()
     improbable = maker.mask & (rollout < -3.5)
     hit = improbable & (torch.rand(rollout.shape, generator=maker.generator) < 0.12)
     old[hit] -= 4 + 5 * torch.rand(int(hit.sum()), generator=maker.generator)

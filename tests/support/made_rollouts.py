@@ -47,7 +47,8 @@ def near_rollouts(trainer: Any, mask: Tensor, noise: float, generator: torch.Gen
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     tokens = torch.randint(0, trainer.config.model.vocab_size, mask.shape, generator=generator)
-    rewards, noise = torch.rand(len(mask), generator=generator), noise * torch.randn(mask.shape, generator=generator)
+    rewards = torch.rand(len(mask), generator=generator)
+    noise = noise * torch.randn(mask.shape, generator=generator)
     blank = on_device(made_batch(tokens, mask, torch.full(mask.shape, -7.0), rewards, **more), trainer.device)
     of_labels = trainer.score(cut_batch(blank, trainer.config, trainer.groups))
     # Labels are the next tokens.

@@ -11,11 +11,17 @@ def healthy_run(seed):
     2-fold, lengths up to 4-fold, and the reward rises, stays, or falls a little at the end.
     """
     dice = random.Random(seed)
-    steps, walk = dice.choice([40, 100, 300, 600]), 0.0
-    level, slope = 10 ** dice.uniform(-5.5, -3.3), dice.uniform(-math.log(3), math.log(3))
-    noise, grad_slope = dice.uniform(0.05, 0.4), dice.uniform(-1.0, math.log(2))
-    longer, start, gain = dice.uniform(-0.5, math.log(4)), dice.random() * 0.5, dice.random() * 0.5
-    loss, reward_noise = dice.random() * 0.02, dice.uniform(0, 0.1)
+    steps = dice.choice([40, 100, 300, 600])
+    walk = 0.0
+    level = 10 ** dice.uniform(-5.5, -3.3)
+    slope = dice.uniform(-math.log(3), math.log(3))
+    noise = dice.uniform(0.05, 0.4)
+    grad_slope = dice.uniform(-1.0, math.log(2))
+    longer = dice.uniform(-0.5, math.log(4))
+    start = dice.random() * 0.5
+    gain = dice.random() * 0.5
+    loss = dice.random() * 0.02
+    reward_noise = dice.uniform(0, 0.1)
     for step in range(1, steps + 1):
         part = step / steps
         walk = 0.98 * walk + 0.05 * dice.gauss(0, 1)
@@ -33,7 +39,8 @@ def healthy_run(seed):
 
 def drifting_run(seed, growth=150.0):
     """(a healthy run in which k3 grows by this factor and the reward falls from a step on, that step)."""
-    dice, rows = random.Random(seed), list(healthy_run(seed))
+    dice = random.Random(seed)
+    rows = list(healthy_run(seed))
     begin = int(len(rows) * dice.uniform(0.3, 0.7))
     for index, row in enumerate(rows[begin:]):
         part = (index + 1) / (len(rows) - begin)

@@ -69,7 +69,8 @@ class NumberedServer(ThreadingHTTPServer):
 
     def generated(self, body):
         """The answer to a request for a response."""
-        prompt, sampling = body["token_ids"], body["sampling_params"]
+        prompt = body["token_ids"]
+        sampling = body["sampling_params"]
         step = self.step_of(number_of(prompt))
         with self.news:
             self.news.wait_for(lambda: self.version.isdecimal() and int(self.version) >= step)
@@ -94,7 +95,8 @@ class NumberedServer(ThreadingHTTPServer):
 def sample(model, prompt, sampling):
     """Token ids and log-probs of one response; they depend on the prompt, the seed and the weights alone."""
     generator = torch.Generator().manual_seed(sampling["seed"])
-    token_ids, log_probs = [], []
+    token_ids = []
+    log_probs = []
     while len(token_ids) < sampling["max_tokens"]:
         logits = model(torch.tensor([prompt + token_ids])).logits[0, -1]
         distribution = torch.log_softmax(logits, dim=-1)

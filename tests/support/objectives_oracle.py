@@ -68,11 +68,13 @@ def of_token(
             return 0 * log_prob, "high" if worth > 0 else "low"
         return -worth * ratio, ""
     held = ratio.clamp(1 - bounds.low, 1 + bounds.high)
-    value, bound = ratio.item(), held.item()
+    value = ratio.item()
+    bound = held.item()
     side = "low" if value < bound else "high" if value > bound else ""
     if bounds.algorithm == "cispo":
         return -worth * held.detach() * log_prob, side
-    free, clipped = -worth * ratio, -worth * held
+    free = -worth * ratio
+    clipped = -worth * held
     loss, how = (clipped, side) if clipped.item() > free.item() else (free, "")
     if bounds.dual is not None and worth < 0 and loss.item() > -worth * bounds.dual:
         return torch.as_tensor(-worth * bounds.dual, dtype=torch.float64), "dual"
@@ -98,8 +100,10 @@ def divergence_bounded(
 
 def two_point(log_p: float, log_q: float) -> float:
     """D(p‖q) of "this token" against any other, with 1 - p and 1 - q of at least 1e-8."""
-    log_p, log_q = min(log_p, -CERTAIN), min(log_q, -CERTAIN)
-    other_p, other_q = -math.expm1(log_p), -math.expm1(log_q)
+    log_p = min(log_p, -CERTAIN)
+    log_q = min(log_q, -CERTAIN)
+    other_p = -math.expm1(log_p)
+    other_q = -math.expm1(log_q)
     return math.exp(log_p) * (log_p - log_q) + other_p * math.log(other_p / other_q)
 
 
@@ -125,7 +129,9 @@ def over_budget(new: list[float], old: list[float]) -> list[float]:
     """Of each token how large δ must be for CPPO to keep it: Z_t ≤ min(δ, δ + δ_b Σ w - Σ Z), sums before t."""
     distances = [abs(math.exp(one) - math.exp(other)) for one, other in zip(new, old, strict=True)]
     budget = max(min(quantile(distances, 0.9), 0.04), 0.02)
-    needed, weights, spent = [], 0.0, 0.0
+    needed = []
+    weights = 0.0
+    spent = 0.0
     for t, distance in enumerate(distances):
         weight = 1 - (1 - 0.8) * t / max(len(distances) - 1, 1)
         needed.append(weight * distance + max(0.0, spent - budget * weights))
@@ -138,6 +144,8 @@ def quantile(values: list[float], share: float) -> float:
     """Linear between the two nearest of the sorted values."""
     if not values:
         return 0.0
-    ordered, place = sorted(values), share * (len(values) - 1)
-    below, above = math.floor(place), math.ceil(place)
+    ordered = sorted(values)
+    place = share * (len(values) - 1)
+    below = math.floor(place)
+    above = math.ceil(place)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])

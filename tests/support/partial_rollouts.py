@@ -15,10 +15,13 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.records.rollout import SamplingParams
 
 PROMPTS = [[3 + index, 5, 6] for index in range(8)]
-TOKENS, SEED = 280, 1
+TOKENS = 280
+SEED = 1
 # Distances in nats: of the same weights, and of others.
-CLOSE, FAR = 1e-4, 1e-2
-VOCABULARY, LONGEST = 29, 320
+CLOSE = 1e-4
+FAR = 1e-2
+VOCABULARY = 29
+LONGEST = 320
 CONFIG = LlamaConfig(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -70,7 +73,8 @@ def farthest(sample, prompt, versions=None):
 
 def sample_over(engine, updates):
     """Responses to PROMPTS; ``updates`` is called meanwhile, and gives the engine other weights."""
-    found, errors = [], []
+    found = []
+    errors = []
 
     def sample():
         try:

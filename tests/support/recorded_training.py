@@ -13,7 +13,9 @@ from megatron_rc.parallel.groups import group_rank
 from megatron_rc.records.rollout import RolloutBatch
 from tests.support.made_rollouts import made_batch
 
-SEQUENCES, LENGTH, VOCABULARY = 16, 16, 13
+SEQUENCES = 16
+LENGTH = 16
+VOCABULARY = 13
 
 # Tiny models with random weights, whose tokens are characters.
 LLAMA = """--from-scratch --num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4
@@ -88,7 +90,8 @@ def save_initial(words: list[str]) -> None:
 
 def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
     """Make two optimizer steps on each recorded batch; returns every step's metrics and the local size of the loss."""
-    trainer, steps = make_trainer(words), []
+    trainer = make_trainer(words)
+    steps = []
     for index in range(batches):
         prepared = trainer.prepare(share(trainer, index))
         local = prepared.batch.local

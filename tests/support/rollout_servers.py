@@ -21,7 +21,8 @@ from megatron_rc.launch.engines.vllm_client import ROUTE, VllmClient
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 
-EOS, TOKENS = 1, 4
+EOS = 1
+TOKENS = 4
 ENDS = ResponseEnds((EOS,))
 
 QUICK = Retries(attempts=4, first_wait=0.01, longest_wait=0.05)
@@ -62,9 +63,15 @@ class Server(ThreadingHTTPServer):
     def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), Handler)
         self.lock = threading.Lock()
-        self.seen, self.lines, self.faults, self.always = [], [], {}, {}
+        self.seen = []
+        self.lines = []
+        self.faults = {}
+        self.always = {}
         self.most = self.now = self.connections = 0
-        self.hold, self.together, self.version, self.breaks = 0.0, None, "default", False
+        self.hold = 0.0
+        self.together = None
+        self.version = "default"
+        self.breaks = False
         self.route_status = 422
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 

@@ -20,7 +20,8 @@ TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
 ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
 
 # Listening sockets' state in /proc/net/tcp, and 127.0.0.1 in that file.
-_LISTEN, LOOPBACK = "0A", "0100007F"
+_LISTEN = "0A"
+LOOPBACK = "0100007F"
 
 
 def as_in_a_shell():

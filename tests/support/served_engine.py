@@ -37,7 +37,8 @@ class EngineServer(Server):
             return super().answer(path, body)
 
     def tokens(self, body):
-        sampling, prompt = body["sampling_params"], body["token_ids"]
+        sampling = body["sampling_params"]
+        prompt = body["token_ids"]
         params = SamplingParams(temperature=sampling["temperature"], top_p=sampling["top_p"], top_k=sampling["top_k"])
         (got,) = self.engine.sample([prompt], params, sampling["max_tokens"], sampling["seed"])
         choice = {"logprobs": content_of(got.token_ids, got.log_probs), "finish_reason": got.finish_reason}

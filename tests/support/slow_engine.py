@@ -12,7 +12,8 @@ from pathlib import Path
 from megatron_rc.launch import train_ppo
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
 
-configure, sample = train_ppo.configure, RolloutSampler.sample
+configure = train_ppo.configure
+sample = RolloutSampler.sample
 
 
 def configure_impatiently(*args):
@@ -31,5 +32,6 @@ def sample_slowly(sampler, step):
 
 
 if __name__ == "__main__":
-    train_ppo.configure, RolloutSampler.sample = configure_impatiently, sample_slowly
+    train_ppo.configure = configure_impatiently
+    RolloutSampler.sample = sample_slowly
     train_ppo.main()

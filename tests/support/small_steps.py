@@ -15,7 +15,9 @@ from megatron_rc import (
 )
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 
-ROWS, WIDTH, PER_MICRO_BATCH = 8, 6, 2
+ROWS = 8
+WIDTH = 6
+PER_MICRO_BATCH = 2
 MINI_BATCHES = (range(0, 4), range(4, 8))
 BOUNDS = (0.8, 1.3)
 LIMIT = 1.1
@@ -65,7 +67,8 @@ class Training:
         config = RolloutCorrectionConfig(**fields, **MODES[mode])
         groups = ParallelGroups.given(groups)
         self.correction = RolloutCorrection(config, groups, loss=PolicyLossConfig(**algorithm, **loss))
-        self.mode, self.model = mode, Model()
+        self.mode = mode
+        self.model = Model()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             self.old = self.model(range(ROWS))

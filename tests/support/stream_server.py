@@ -19,7 +19,9 @@ class StreamServer(Server):
     """
 
     processes = 2
-    joins, takes = "/init_weight_transfer_engine", "/update_weights"  # paths
+    # paths
+    joins = "/init_weight_transfer_engine"
+    takes = "/update_weights"
 
     def __init__(self, port=0):
         super().__init__(port)
@@ -66,7 +68,8 @@ class StreamServer(Server):
         self.groups[sender, rank] = join(1 + rank, **meeting)
 
     def _receive(self, rank, info):
-        entries, cpu = dict(info), torch.device("cpu")
+        entries = dict(info)
+        cpu = torch.device("cpu")
         sender, process, memory = (entries.pop(name, None) for name in ("sender", "process", "memory"))
         if memory is None:
             bucket = self.groups[sender, rank].receive(sum(bytes_of(info["dtype_names"], info["shapes"])), cpu)
@@ -78,7 +81,8 @@ class StreamServer(Server):
 class SglangStreamServer(StreamServer):
     """SGLang's server of ``processes`` tensor-parallel processes."""
 
-    joins, takes = "/init_weights_update_group", "/update_weights_from_distributed"
+    joins = "/init_weights_update_group"
+    takes = "/update_weights_from_distributed"
 
     def answer(self, path, body):
         match path:

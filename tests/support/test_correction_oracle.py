@@ -18,7 +18,8 @@ def correct(rows, sides, **settings):
 
 
 def test_opsm_takes_sequences_or_tokens_of_negative_advantage():
-    rows, criteria = ([-1.0, -0.5], [-1.0, -0.5], [-0.1, -0.1]), (("opsm", -0.5, math.inf),)
+    rows = ([-1.0, -0.5], [-1.0, -0.5], [-0.1, -0.1])
+    criteria = (("opsm", -0.5, math.inf),)
     sequences = correct(rows, {"advantages": [-1.0, 1.0, -1.0]}, criteria=criteria)
     assert sequences.mask == [[False, False], [True, True], [True, True]]
     tokens = correct(rows, {"advantages": [[-1.0, 1.0], [0.0, -1.0], [-1.0, -1.0]]}, criteria=criteria)
@@ -27,7 +28,8 @@ def test_opsm_takes_sequences_or_tokens_of_negative_advantage():
 
 
 def test_group_mean_weighs_tokens_alike_and_group_any_takes_the_siblings_of_a_lost_response():
-    rows, more = ([0.9, None, None], [0.0, 0.0, 0.0], [0.5, None, None]), {"group_ids": [7, 7, 8]}
+    rows = ([0.9, None, None], [0.0, 0.0, 0.0], [0.5, None, None])
+    more = {"group_ids": [7, 7, 8]}
     result = correct(rows, more, criteria=(("group_mean_k1", -1.0, 0.3),))
     assert result.mask == [[True, False, False], [True] * 3, [False] * 3]
     assert result.metrics["rollout_rs_group_mean_k1_seq_masked_fraction"] == pytest.approx(1 / 3)

@@ -22,12 +22,15 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, make_trainer
 from tests.support.training_oracle import Data, Objective
 
-SEQUENCES, LENGTH, MINI_BATCHES = 32, 16, 2
+SEQUENCES = 32
+LENGTH = 16
+MINI_BATCHES = 2
 PER_MINI_BATCH = SEQUENCES // MINI_BATCHES
 BATCH = (f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}")
 # The least distance of every decision from its bound: float32 errs by at most 1e-5 here.
 NEAREST = 1e-3
-EMPTY_ROWS, REJECTED_ROWS = range(24, 32), range(4)
+EMPTY_ROWS = range(24, 32)
+REJECTED_ROWS = range(4)
 
 LAYOUTS = (
     *(Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=True), Layout(cp=2), Layout(cp=4)),
@@ -184,7 +187,8 @@ def make_routes(replayed: str, old: training_oracle.Weights, tokens: torch.Tenso
 
     ``all``: random ones; ``some``: random ones for three of four tokens, −1 for others; ``old``: the old weights' own.
     """
-    top_k, shape = training_oracle.EXPERTS_OF_A_TOKEN, (*tokens.shape, training_oracle.LAYERS)
+    top_k = training_oracle.EXPERTS_OF_A_TOKEN
+    shape = (*tokens.shape, training_oracle.LAYERS)
     if replayed == "old":
         logits = torch.stack(training_oracle.routers_of(old, tokens), dim=1)
         return logits.topk(top_k, dim=-1).indices.view(*shape, top_k).short()
@@ -236,7 +240,8 @@ def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, tor
         first = torch.full_like(values[:, :1], filler)
         return torch.cat([first, values[:, :-1]], 1)[rows]
 
-    mask, ages = to_tokens(data.mask, False), data.ages
+    mask = to_tokens(data.mask, False)
+    ages = data.ages
     return made_batch(
         data.tokens[rows],
         mask,
@@ -293,7 +298,9 @@ class Found(OfRank):
 
 def run_steps(groups: Any, chunks: Any, accumulate: Callable[[int], dict[str, float]]) -> dict[str, Any]:
     """The fields of :class:`OfRank` except ``places``, of a function that makes the gradients of a mini-batch."""
-    metrics, gradients, step_calls = [], [], []
+    metrics = []
+    gradients = []
+    step_calls = []
     for index in range(MINI_BATCHES):
         with recorded(of_library=True) as calls:
             metrics.append(accumulate(index))
@@ -306,7 +313,8 @@ def run_steps(groups: Any, chunks: Any, accumulate: Callable[[int], dict[str, fl
 
 def places_of(cut: Any, rows: torch.Tensor) -> torch.Tensor:
     """[k, 2] row and position of each token of a cut batch whose replica has these rows; -1: padding."""
-    own, local = cut.rows.cpu(), cut.local
+    own = cut.rows.cpu()
+    local = cut.local
     row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
     return torch.stack([local.layout.expand(row).flatten(), local.positions.cpu().flatten()], 1)
 
@@ -324,7 +332,8 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     with recorded(of_library=True) as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
-    held, plan = watch(trainer), prepared.plan
+    held = watch(trainer)
+    plan = prepared.plan
     steps = run_steps(groups, trainer.chunks, lambda index: trainer.accumulate(prepared, index) | plan.metrics())
     local = prepared.batch.local
     applied = [local.weights, local.mask, local.sequence_lengths] if held is None else joined(held)
@@ -345,7 +354,8 @@ def with_replayed(trainer: Any, batch: RolloutBatch, data: Data) -> RolloutBatch
     """The batch with this rank's part of the experts and of the kept tokens, sent from the replica's first rank."""
     from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 
-    groups, config = trainer.groups, trainer.config
+    groups = trainer.groups
+    config = trainer.config
     if not (config.replays_rollouts or config.rollouts.replays_sampling):
         return batch
     given = None
@@ -359,7 +369,8 @@ def with_replayed(trainer: Any, batch: RolloutBatch, data: Data) -> RolloutBatch
 
 def support_fields(kept: torch.Tensor) -> dict[str, torch.Tensor]:
     """The record's fields of kept tokens [n, s, vocabulary], aligned to labels; all tokens: a position without ids."""
-    ids, counts = [], torch.zeros(kept.shape[:2], dtype=torch.int32)
+    ids = []
+    counts = torch.zeros(kept.shape[:2], dtype=torch.int32)
     for row in range(len(kept)):
         for column in range(1, kept.shape[1]):
             own = kept[row, column - 1]
@@ -374,7 +385,8 @@ def watch(trainer: Any) -> list[Any] | None:
     correction = trainer.correction
     if not correction.corrects_in_loss:
         return None
-    held, corrected = [], correction.corrected
+    held = []
+    corrected = correction.corrected
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         held.append(corrected(*args, **kwargs))

@@ -105,7 +105,9 @@ def agreed(found):
 @contextlib.contextmanager
 def logged():
     """The messages of the package's logger inside the block."""
-    said, logger, disabled = [], logging.getLogger("megatron_rc"), logging.root.manager.disable
+    said = []
+    logger = logging.getLogger("megatron_rc")
+    disabled = logging.root.manager.disable
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.disable(logging.NOTSET)

@@ -248,7 +248,8 @@ def check_kept(folder, step):
             folder / "rollouts" / f"step-{int(file.stem.split('-')[2]):07d}-replica-0000.safetensors"
         )
         for row, index in enumerate(kept.sample_ids.tolist()):
-            length, mask = kept.tokens.shape[1], record.response_mask[index]
+            length = kept.tokens.shape[1]
+            mask = record.response_mask[index]
             assert torch.equal(record.tokens[index, :length], kept.tokens[row])
             for name in ("rollout_log_probs", "policy_versions"):
                 assert torch.equal(getattr(record, name)[index][mask], getattr(kept, name)[row][mask[:length]])
@@ -274,11 +275,13 @@ def check_records(folder):
 
 def check_tokens(folder):
     """Each token has the log-prob of its version's model; returns the versions, and the number of mixed responses."""
-    numbers, mixed = set(), 0
+    numbers = set()
+    mixed = 0
     for file in sorted((folder / "rollouts").glob("*.safetensors")):
         batch = load_rollouts(file)
         for row in range(len(batch.tokens)):
-            mask, versions = batch.response_mask[row], batch.policy_versions[row]
+            mask = batch.response_mask[row]
+            versions = batch.policy_versions[row]
             mixed += len(set(versions[mask].tolist())) > 1
             for version in set(versions[mask].tolist()) - {0}:  # a run saves what its steps made
                 here = mask & (versions == version)
@@ -309,7 +312,8 @@ def environment():
 
 def record(file):
     """Write the server's answers to requests that were under way during two updates, and to those of the updates."""
-    seen, exchange = [], HttpClient._exchange
+    seen = []
+    exchange = HttpClient._exchange
 
     async def watched(client, connections, request):
         answer = await exchange(client, connections, request)

@@ -16,7 +16,8 @@ WORDS = f"""--config={ROOT}/examples/guessing_game.yaml --cpu --num-attention-he
 def test_the_record_of_a_run_of_several_turns(tmp_path):
     status, output = run_beside_server(tmp_path, WORDS.split())
     assert status == 0, output
-    turns, versions = set(), set()
+    turns = set()
+    versions = set()
     for file in sorted((tmp_path / "rollouts").glob("*.safetensors")):
         batch = load_rollouts(file)
         turns |= set((batch.turn_ids.amax(1) + 1).tolist())

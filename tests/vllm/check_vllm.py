@@ -50,8 +50,10 @@ class Rig:
     """An engine, the transformers model whose weights it has, and how many prompt tokens it found in its cache."""
 
     def __init__(self, engine, config, cached_tokens, process):
-        self.engine, self.config = engine, config
-        self.cached_tokens, self.process = cached_tokens, process
+        self.engine = engine
+        self.config = config
+        self.cached_tokens = cached_tokens
+        self.process = process
         self.model = None
 
     def sync(self, seed):
@@ -190,7 +192,8 @@ def test_a_sync_changes_the_weights_in_place(rig):
     """The same prompts before and after; the prompts are long enough to lie in the prefix cache."""
     prompts = [[2 + (7 * i + shift) % 25 for i in range(300)] for shift in range(4)]
     rig.sync(0)
-    before, process = rig.check(prompts, SamplingParams(), seed=3), rig.process()
+    before = rig.check(prompts, SamplingParams(), seed=3)
+    process = rig.process()
     count = rig.cached_tokens(prompts[0])
     rig.check(prompts, SamplingParams(), seed=4)
     assert rig.cached_tokens(prompts[0]) > (count if rig.engine.__class__ is ServerEngine else 0), "the cache is used"

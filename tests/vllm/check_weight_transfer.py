@@ -161,7 +161,8 @@ def test_weights_change_within_responses(server):
 
 def state(engine):
     """Whether the server is paused, and the version that it names."""
-    paused, held = engine.client.json("GET", "/is_paused"), engine.client.json("GET", "/weight_info")
+    paused = engine.client.json("GET", "/is_paused")
+    held = engine.client.json("GET", "/weight_info")
     return paused["is_paused"], held["weight_version"]
 
 
@@ -175,7 +176,8 @@ def test_an_update_without_one_sender_is_named_and_replaced(server):
 
 @pytest.mark.parametrize("moment", ["between buckets", "while the server waits"])
 def test_a_sender_that_is_killed_leaves_no_mixture_in_service(server, moment):
-    url, folder = server.engine.client.url, server.engine.publisher.directory.path.parent
+    url = server.engine.client.url
+    folder = server.engine.publisher.directory.path.parent
     command = [sys.executable, "-m", "tests.vllm.check_weight_transfer", url, str(folder), moment]
     run = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
     assert run.returncode == -signal.SIGKILL
@@ -229,7 +231,8 @@ def test_a_run_goes_on_after_kill_9(tmp_path, killed):
 
 def die(url, folder, moment):
     """Begin an update in this process, and kill it."""
-    trainer, kill = Trainer(url, Path(folder)), partial(os.kill, os.getpid(), signal.SIGKILL)
+    trainer = Trainer(url, Path(folder))
+    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
     trainer.engine.begin_update(1)
 
     def tensors():

@@ -20,7 +20,10 @@ from tests.support.ranks import Layout
 
 __all__ = ["ranks"]
 
-LENGTHS, PADDED, TEMPERATURE = (8, 5, 3), 8, 0.75  # verl holds the temperature in float32
+# verl holds the temperature in float32
+LENGTHS = (8, 5, 3)
+PADDED = 8
+TEMPERATURE = 0.75
 OF_FLOAT32 = 2e-6  # Megatron's cross entropy, which verl calls for log-probs, computes in float32
 
 

@@ -28,7 +28,8 @@ from tests.adaptors.pages import blocks
 from tests.settings.test_documents import quoted, rows
 from tests.support.paths import ROOT
 
-ROWS, WIDTH = 12, 10
+ROWS = 12
+WIDTH = 10
 
 
 def batch(seed, dtype=torch.float32):

@@ -79,7 +79,8 @@ def test_the_parameters_are_those_of_the_built_model(name):
 
 def test_what_is_away_on_a_gpu_adds_what_its_own_work_needs_more():
     """Weights and gradients beside activations, or an optimizer alone; on a CPU there is nowhere else to go."""
-    on_gpu, stay = ("--transformer-impl=local", "--no-cpu"), predicted("critic")
+    on_gpu = ("--transformer-impl=local", "--no-cpu")
+    stay = predicted("critic")
     with_critic, with_optimizer = (
         stage_memories(configured("critic", *on_gpu, away)) for away in ("--critic-offload", "--optimizer-offload")
     )

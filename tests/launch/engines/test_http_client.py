@@ -52,7 +52,8 @@ def test_the_first_error_ends_the_batch_and_what_is_under_way(server, loaded):
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 200)
     assert server.paths().count(ROUTE) < 100
-    engine, begun = loaded(), time.monotonic()
+    engine = loaded()
+    begun = time.monotonic()
     server.faults[ROUTE] = [9.0, 9.0, (400, b"no")]
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 3)
@@ -155,7 +156,8 @@ def test_wrong_addresses(url):
 
 def test_the_key_is_sent_and_never_shown(server, caplog):
     caplog.set_level(logging.DEBUG)
-    keys, handler = [], server.RequestHandlerClass
+    keys = []
+    handler = server.RequestHandlerClass
     server.RequestHandlerClass = type(
         "Keyed", (handler,), {"do_GET": lambda self: (keys.append(self.headers["Authorization"]), handler.do_GET(self))}
     )

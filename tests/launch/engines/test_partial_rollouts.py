@@ -29,7 +29,8 @@ from tests.support.partial_rollouts import (
 from tests.support.rollout_servers import QUICK, TOKENS, HttpClient, Server, given, running, sample, weights
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_answers.json").read_text())
-KEEP, RESET = "/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true"
+KEEP = "/pause?mode=keep"
+RESET = "/reset_prefix_cache?reset_running_requests=true"
 
 
 class PlayedServer(Server):

@@ -14,7 +14,8 @@ SECONDS = 60
 
 def call(engine, batch, samples, number=8):
     """(thread, its results): a call for a rollout batch."""
-    prompts, found = [[2 + batch, index] for index in range(number)], []
+    prompts = [[2 + batch, index] for index in range(number)]
+    found = []
     progress = Progress(batch, prompts, SamplingParams(), samples)
     thread = threading.Thread(
         target=lambda: found.extend(engine.sample(prompts, SamplingParams(), TOKENS, batch, progress))
@@ -30,7 +31,8 @@ def asked(server):
 def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_path):
     engine = given(VllmClient, server, tmp_path, 3, partial_rollouts=True, concurrency=3)
     server.together = gate = threading.Event()
-    later, earlier = {}, {}
+    later = {}
+    earlier = {}
     threads = [call(engine, 2, later)]
     wait_until(lambda: len(asked(server)) == 3)
     threads.append(call(engine, 1, earlier))
@@ -41,7 +43,8 @@ def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_pat
     gate.set()
     for thread in (evaluation, *(thread for thread, _ in threads)):
         thread.join(SECONDS)
-    first, then = [prompt[0] for prompt in asked(server)[:10]], [prompt[0] for prompt in asked(server)[10:]]
+    first = [prompt[0] for prompt in asked(server)[:10]]
+    then = [prompt[0] for prompt in asked(server)[10:]]
     # Three requests that were sent at once may come in any order.
     assert (first, sorted(then)) == ([4] * 3 + [9] + [3] * 6, [3] * 2 + [4] * 5)
     for (_, found), samples in zip(threads, (later, earlier), strict=True):

@@ -8,7 +8,8 @@ from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.published_models import MODELS
 
-PAD, ENDS = 0, ResponseEnds((1,))
+PAD = 0
+ENDS = ResponseEnds((1,))
 WITH_EXPERTS = [name for name, config in MODELS.items() if getattr(config, "num_experts_per_tok", None)]
 PROMPTS = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11], [5], [12, 13]] * 4
 

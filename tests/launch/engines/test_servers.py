@@ -317,7 +317,8 @@ def answer(**fields):
     return lambda _: fields
 
 
-VLLM, SGLANG = VllmClient, SglangClient
+VLLM = VllmClient
+SGLANG = SglangClient
 DEVELOPER = r"status 404: use vLLM 0\.32 or newer, and start it as VLLM_SERVER_DEV_MODE=1 vllm"
 RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 REFUSED = answer(success=False, message="shape")

@@ -15,7 +15,8 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import GPT2, LLAMA, VOCABULARY, flags, run_config
 
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 ENDS = ResponseEnds((EOS,))
 
 
@@ -62,7 +63,8 @@ def test_sampling_follows_the_distribution(engine):
 def test_weights_are_rounded_to_the_rollout_type():
     tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(round_weight(tensor, "fp32", True), tensor)
-    bf16, fp8 = round_weight(tensor, "bf16", True), round_weight(tensor, "fp8-e4m3", True)
+    bf16 = round_weight(tensor, "bf16", True)
+    fp8 = round_weight(tensor, "fp8-e4m3", True)
     assert torch.equal(bf16, bf16.bfloat16().float())
     assert torch.equal(round_weight(tensor, "fp8-e4m3", False), bf16)
     assert (bf16 - tensor).abs().max() <= 2**-8 * tensor.abs().max()
@@ -108,10 +110,14 @@ def test_greedy_sampling(tmp_path):
 def kept_by_hand(logits, params):
     """Ids that top-k, then top-p, then min-p keep of a row of logits, and their log-probs."""
     order = (logits / params.temperature).double().sort(descending=True)
-    ids, probabilities = order.indices.tolist(), order.values.softmax(0).tolist()
+    ids = order.indices.tolist()
+    probabilities = order.values.softmax(0).tolist()
     if params.top_k:
-        ids, probabilities = ids[: params.top_k], probabilities[: params.top_k]
-    total, kept, sum_before = sum(probabilities), [], 0.0
+        ids = ids[: params.top_k]
+        probabilities = probabilities[: params.top_k]
+    total = sum(probabilities)
+    kept = []
+    sum_before = 0.0
     for one, probability in zip(ids, probabilities, strict=True):
         if sum_before / total < params.top_p:
             kept.append((one, probability))
@@ -157,7 +163,8 @@ def test_a_prompt_of_several_responses_is_read_once(engine):
     generator = torch.Generator().manual_seed(3)
     different = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in (40, 33)]
     prompts = [prompt for prompt in different for _ in range(4)]
-    read, model = [], engine.model
+    read = []
+    model = engine.model
 
     def watched(**given):
         read.append(tuple(given["input_ids"].shape))

@@ -120,7 +120,9 @@ def test_the_collector_lets_the_engine_sleep_after_each_rollout():
     collector.open_rollouts = None
     collector.config = mock.Mock()
     collector.config.engine.rollout_colocate = True
-    collector.work, collector.engine, collector.scheduler = mock.Mock(), mock.Mock(), mock.Mock()
+    collector.work = mock.Mock()
+    collector.engine = mock.Mock()
+    collector.scheduler = mock.Mock()
     collector.scheduler.next_batch = lambda step, collect, *_: collect(step)
     collector.work.run = lambda work, words: work()
     collector.collect = mock.Mock()

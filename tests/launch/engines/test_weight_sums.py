@@ -28,7 +28,8 @@ def factors(number, stream):
 def expected_sum(content):
     content += bytes(-len(content) % 4)
     words = [int.from_bytes(content[place : place + 4], "little", signed=True) for place in range(0, len(content), 4)]
-    columns, rows = factors(WORDS_OF_ROW, 1), factors(len(words) // WORDS_OF_ROW + 1, 2)
+    columns = factors(WORDS_OF_ROW, 1)
+    rows = factors(len(words) // WORDS_OF_ROW + 1, 2)
     return (
         sum(word * columns[place % WORDS_OF_ROW] * rows[place // WORDS_OF_ROW] for place, word in enumerate(words))
         % MODULUS

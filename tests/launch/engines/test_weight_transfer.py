@@ -64,7 +64,8 @@ def test_buckets_hold_all_tensors_in_their_order_and_no_more_bytes_than_the_boun
 
 
 def test_memory_of_this_machine_is_read_until_it_is_given_back():
-    cpu, tensors = torch.device("cpu"), {"one": torch.randn(3, 5), "other": torch.arange(7)}
+    cpu = torch.device("cpu")
+    tensors = {"one": torch.randn(3, 5), "other": torch.arange(7)}
     ((entries, bucket),) = buckets(tensors.items())
     with shared(bucket) as place:
         for _ in range(2):
@@ -312,13 +313,16 @@ def test_the_order_of_an_update(either, tmp_path):
 
 def test_torchs_own_groups_find_the_sender():
     """SGLang makes its group by these functions of torch."""
-    found, tensor, limit = [], torch.arange(11, dtype=torch.float32), timedelta(seconds=60)
+    found = []
+    tensor = torch.arange(11, dtype=torch.float32)
+    limit = timedelta(seconds=60)
 
     class Server(SglangStreamServer):
         processes = 1
 
         def _join(self, rank, info):
-            place, name = f"tcp://{info['master_address']}:{info['master_port']}", info["group_name"]
+            place = f"tcp://{info['master_address']}:{info['master_port']}"
+            name = info["group_name"]
             meeting = distributed_c10d.rendezvous(place, info["rank_offset"] + rank, info["world_size"], timeout=limit)
             store, rank, size = next(meeting)
             self.groups[0], _ = distributed_c10d._new_process_group_helper(
@@ -341,7 +345,8 @@ def test_torchs_own_groups_find_the_sender():
 @pytest.mark.parametrize("guess", [None, "0" * 32], ids=["no word", "another word"])
 def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp_path, guess):
     """The stranger does all that a process of the server does, but does not know the word of the HTTP request."""
-    counted, ends = [], []
+    counted = []
+    ends = []
 
     def intrude(address, port):
         store = dist.TCPStore(address, port, is_master=False)

@@ -167,8 +167,10 @@ def test_the_length_of_a_response_is_given_and_may_leave_just_enough_room(tmp_pa
 
 def test_labels_are_required_if_a_rule_compares_them(tmp_path):
     """Rows for a function need no label, nor do recorded rollouts, which have their rewards."""
-    path, folder = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), tmp_path / "records"
-    rows, folder_of_rollouts = ["--prompt-data", path], f"--load-rollouts={folder}"
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    folder = tmp_path / "records"
+    rows = ["--prompt-data", path]
+    folder_of_rollouts = f"--load-rollouts={folder}"
     folder.mkdir()
     save_rollouts(recorded_batch(0), folder / "step-0000000-replica-0000.safetensors")
     recorded = [*[word for word in DATA if not word.startswith("--reward")], folder_of_rollouts, "--train-iters=2"]

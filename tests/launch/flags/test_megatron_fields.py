@@ -117,7 +117,8 @@ def test_overlapped_tensor_parallelism_needs_buffers_that_fit(tmp_path, words):
 @pytest.mark.parametrize("is_new", [True, False])
 def test_user_buffers_are_made_with_the_arguments_of_megatron_lm(tmp_path, monkeypatch, is_new):
     """A stand-in takes them: Transformer Engine is for GPUs."""
-    modes, made = SimpleNamespace(FP8="fp8", NONE="none"), []
+    modes = SimpleNamespace(FP8="fp8", NONE="none")
+    made = []
     base = SimpleNamespace(initialize_ub=lambda **arguments: made.append(arguments))
     if is_new:
         base.UserBufferQuantizationMode = modes

@@ -87,7 +87,8 @@ def test_what_goes_wrong_costs_its_sample_alone(pool, response, failure, place):
 
 def test_what_takes_too_long_costs_its_sample_alone():
     """Also a function that lets no other thread run; what a function has started ends with it."""
-    pool, seconds = RewardPool(source("misbehave"), 2, 0.6), "1234.5"
+    pool = RewardPool(source("misbehave"), 2, 0.6)
+    seconds = "1234.5"
     long = ["sleep 100", "regex", f"start {seconds}"]
     found = pool.score([request(text) for text in ("fine", *long, "fine")])
     pool.close()
@@ -114,7 +115,8 @@ def test_what_a_function_prints_is_printed(capfd):
 
 def test_all_that_is_known_of_a_sample_arrives_unchanged():
     pool = RewardPool(source("everything"), 1, SECONDS)
-    label, record = {"is": (4,)}, {"level": 1, "é": None}
+    label = {"is": (4,)}
+    record = {"level": 1, "é": None}
     whole = request("5", label=label, record=record)
     cut = request("5" * 3_000_000, label=label, record=record)
     assert [one.reward for one in pool.score([whole, cut])] == [1.0, 0.0]

@@ -10,7 +10,8 @@ from megatron_rc.launch.rewards.rewarder import Rewarder, RewardError, Rewards, 
 from megatron_rc.launch.tasks import Problem
 from tests.support.recorded_training import flags, run_config
 
-GOOD, BAD = Problem("1 + 1 = ", label="2"), Problem("1 + 2 = ", label={("a", 1): float}, record={"level": 3})
+GOOD = Problem("1 + 1 = ", label="2")
+BAD = Problem("1 + 2 = ", label={("a", 1): float}, record={"level": 3})
 
 
 def make(tmp_path, *more, replica=0):
@@ -24,7 +25,8 @@ def lines(tmp_path):
 def test_an_error_has_its_reward_and_its_line(tmp_path, caplog):
     rewarder = make(tmp_path, "--reward=exact", "--reward-on-error=-0.5", replica=3)
     for step in (4, 6):
-        texts, ids = ["2", "3", "1"], [[5, 1], [6, 1], [4, 1]]
+        texts = ["2", "3", "1"]
+        ids = [[5, 1], [6, 1], [4, 1]]
         rewards = rewarder.score([GOOD, BAD, GOOD], texts, token_ids=ids, step=step, held_out=step == 6)
         assert (rewards.values, rewards.errors, rewards.sums()) == ([1.0, -0.5, 0.0], 1, {})
     rewarder.close()

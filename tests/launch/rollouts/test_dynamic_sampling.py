@@ -22,7 +22,8 @@ class Engine:
     version = 3
 
     def __init__(self):
-        self.asked, self.answers = [], []
+        self.asked = []
+        self.answers = []
 
     def sample(self, prompts, params, max_new_tokens, seed):
         self.asked.append(([list(prompt) for prompt in prompts], params.top_k, seed))
@@ -49,13 +50,15 @@ def groups_of(batch):
 
 @pytest.mark.parametrize("tries", [1, 2, 30])
 def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
-    made, default = sampler(tmp_path, f"--dynamic-sampling={tries}"), sampler(tmp_path)
+    made = sampler(tmp_path, f"--dynamic-sampling={tries}")
+    default = sampler(tmp_path)
     sampled = default.sample(0)
     plain = sampled.batch
     assert (len(default.engine.asked), len(sampled.counts), sampled.baselines) == (1, 3, None)
     assert any(len(values) == 1 for values in groups_of(plain))
     sampled = made.sample(0)
-    batch, asked = sampled.batch, made.engine.asked
+    batch = sampled.batch
+    asked = made.engine.asked
     assert 1 < len(asked) <= 1 + tries
     assert sampled.counts["rollout/replaced_prompts"] == sum(len(prompts) for prompts, *_ in asked[1:]) // GROUP
     left = [values for values in groups_of(batch) if len(values) == 1]
@@ -74,13 +77,15 @@ def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
 
 def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_path):
     made = sampler(tmp_path, "--advantage-estimator=remax", "--dynamic-sampling=1")
-    sampled, plain = made.sample(0), sampler(tmp_path, "--dynamic-sampling=1").sample(0)
+    sampled = made.sample(0)
+    plain = sampler(tmp_path, "--dynamic-sampling=1").sample(0)
     prompts, top_k, _ = made.engine.asked[-1]
     assert (top_k, len(prompts)) == (1, 4)
     assert len({seed for *_, seed in made.engine.asked}) == len(made.engine.asked), "no two calls share a seed"
     assert torch.equal(sampled.batch.tokens, plain.batch.tokens)
     assert [list(row[:2]) for row in sampled.batch.tokens[::GROUP].tolist()] == [prompt[:2] for prompt in prompts]
-    text, wanted = made.task.text, []
+    text = made.task.text
+    wanted = []
     for prompt, one in zip(prompts, made.engine.answers[-1], strict=True):
         shown = text.decode(prompt)
         answer = "0123456789"[int(shown[-1]) + 1 :]

@@ -92,7 +92,8 @@ def test_the_record_ends_with_an_end_token_and_rewards_read_the_text_before_it(f
     engine, config, task = engine_of(folder, OF_TOKENS, *["--rollout-skip-special-tokens"] * skips)
     sampler = RolloutSampler(config, task, engine, 0)
     sampled = sampler.sample(0)
-    lengths, lasts = [], []
+    lengths = []
+    lasts = []
     for row, mask, reason, reward in zip(
         *(sampled.batch.tokens.tolist(), sampled.batch.response_mask),
         *(sampled.batch.finish_reasons.tolist(), sampled.batch.rewards.tolist()),

@@ -20,7 +20,8 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, run_config
 from tests.support.training_runs import rows
 
-PROMPTS, LONGEST = [[3, 4], [5], [6, 7, 8]], 4
+PROMPTS = [[3, 4], [5], [6, 7, 8]]
+LONGEST = 4
 ENDS = ResponseEnds((1,))
 
 
@@ -47,7 +48,8 @@ def through_a_checkpoint(before, after, folder, step):
 
 
 def test_responses_come_back_to_the_call_that_asked_for_them(made, tmp_path):
-    before, after = made(), made()
+    before = made()
+    after = made()
     first, second = (before.progress(4, seed, PROMPTS, SamplingParams(), LONGEST, ENDS) for seed in (10, 11))
     samples = {2: response([3, 9, 9, 9], [3, 3, 4, 4]), 0: response([5, 1], [4, 4], "stop")}
     first.samples.update(samples)
@@ -65,7 +67,8 @@ def test_responses_come_back_to_the_call_that_asked_for_them(made, tmp_path):
     assert through_a_checkpoint(last, made(), tmp_path / "later", 4) == []
 
 
-WHOLE, ENDED = response([3, 9, 9, 9], [3, 3, 4, 4]), response([5, 1], [4, 4], "stop")
+WHOLE = response([3, 9, 9, 9], [3, 3, 4, 4])
+ENDED = response([5, 1], [4, 4], "stop")
 OTHERS = {
     "another-prompt": (WHOLE, [[3, 4, 5], *PROMPTS[1:]], SamplingParams(), LONGEST, 0),
     "another-temperature": (WHOLE, PROMPTS, SamplingParams(temperature=0.7), LONGEST, 0),
@@ -81,7 +84,8 @@ OTHERS = {
 def test_responses_that_other_flags_would_not_give_are_asked_for_again(
     made, tmp_path, sample, prompts, params, longest, kept
 ):
-    before, after = made(), made()
+    before = made()
+    after = made()
     before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples[0] = sample
     through_a_checkpoint(before, after, tmp_path / "step", 4)
     assert len(after.progress(4, 1, prompts, params, longest, ENDS).samples) == kept
@@ -94,7 +98,8 @@ class HalfEngine(OpenEngine):
 
     def __init__(self):
         super().__init__()
-        self.asked, self.halves = {}, set()
+        self.asked = {}
+        self.halves = set()
 
     def sample(self, prompts, params, max_new_tokens, seed, progress=None):
         missing = [index for index in range(len(prompts)) if index not in progress.samples]
@@ -182,7 +187,8 @@ def test_a_resumed_run_asks_for_what_is_missing(ranks, tmp_path, layout, more, s
         for row, index in enumerate(batch.sample_ids.tolist()):
             if index in missing[number]:
                 continue
-            mask, length = record.response_mask[index], batch.tokens.shape[1]
+            mask = record.response_mask[index]
+            length = batch.tokens.shape[1]
             assert torch.equal(record.tokens[index, :length], batch.tokens[row])
             assert torch.equal(record.rollout_log_probs[index][mask], batch.rollout_log_probs[row][mask[:length]])
             assert torch.equal(record.policy_versions[index][mask], batch.policy_versions[row][mask[:length]])

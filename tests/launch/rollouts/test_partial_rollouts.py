@@ -11,7 +11,9 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, save_initial
 from tests.support.training_runs import HELD_OUT, LIVE, rows, without_times
 
-LENGTH, OLD = 8, 3  # tokens of a response, and of them those of the weights before
+# tokens of a response, and of them those of the weights before
+LENGTH = 8
+OLD = 3
 
 
 def partial(folder, *more, servers=1):

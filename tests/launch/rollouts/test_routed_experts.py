@@ -15,7 +15,9 @@ from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch, run_config
 from tests.support.training_runs import run_training
 
-LAYERS, TOP_K, EXPERTS = 4, 3, 2000
+LAYERS = 4
+TOP_K = 3
+EXPERTS = 2000
 PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
 # The second and the fourth layer have experts.
 MODEL = [f"--num-experts={EXPERTS}", "--moe-layer-freq=[0,1,0,1]", "--moe-ffn-hidden-size=2", "--moe-router-topk=3"]
@@ -30,12 +32,14 @@ def collected(words):
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     config, task = configure(words, torch.distributed.get_world_size())
-    groups, said = ParallelGroups.from_megatron(), []
+    groups = ParallelGroups.from_megatron()
+    said = []
     with mock.patch.object(logging.getLogger("megatron_rc"), "warning", said.append):
         collector = RolloutCollector(config, task, groups)
         batches = [collector.collect(step) for step in (0, 2)]
     cut = cut_batch(batches[0], config, groups)
-    local, pieces = cut.local, [cut.local.piece(one) for each in cut.cuts for one in each]
+    local = cut.local
+    pieces = [cut.local.piece(one) for each in cut.cuts for one in each]
     assert [piece.routed_experts is None for piece in pieces] == [local.routed_experts is None] * len(pieces)
     if local.routed_experts is not None:
         assert torch.equal(torch.cat([piece.routed_experts for piece in pieces]), local.routed_experts)
@@ -51,7 +55,8 @@ def record(folder, batch):
 
 def table():
     """Experts that name their sample, position and layer; [sequences, length, layers, top_k]."""
-    sample, position = torch.arange(SEQUENCES).view(-1, 1, 1, 1), torch.arange(LENGTH).view(1, -1, 1, 1)
+    sample = torch.arange(SEQUENCES).view(-1, 1, 1, 1)
+    position = torch.arange(LENGTH).view(1, -1, 1, 1)
     own = torch.arange(LAYERS * TOP_K).view(LAYERS, TOP_K)
     return ((sample * LENGTH + position) * LAYERS * TOP_K + own) % EXPERTS
 
@@ -67,7 +72,8 @@ def table():
     ids=["packed", "pp2-cp2", "vpp", "cp2-dp2-packed"],
 )
 def test_every_rank_has_the_experts_of_its_tokens_and_layers(ranks, tmp_path, layout, more, of_all_layers):
-    batch, whole = recorded_batch(0), table()
+    batch = recorded_batch(0)
+    whole = table()
     recorded = whole if of_all_layers else whole[:, :, HELD]
     record(tmp_path / "rollouts", replace(batch, routed_experts=recorded.short()))
     words = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *layout.flags(), *MODEL, *more)
@@ -121,7 +127,8 @@ def config(tmp_path):
 )
 def test_experts_that_do_not_fit_are_named(config, made, words):
     """Also if several parts of the table are looked at one after the other."""
-    batch, experts = recorded_batch(0), table()
+    batch = recorded_batch(0)
+    experts = table()
     experts[1, 2, 3, 0] = 107
     with (
         mock.patch.object(routed_experts, "_CHOICES_AT_ONCE", 7),

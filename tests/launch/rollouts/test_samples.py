@@ -15,7 +15,8 @@ from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import VOCABULARY, flags, run_config
 from tests.support.training_runs import LIVE, rows, run_training
 
-LONGEST, PROMPTS = 4, [[1], [2], [3]]
+LONGEST = 4
+PROMPTS = [[1], [2], [3]]
 GOOD = Sample([3, 4], [-1.0, -2.0], "stop")
 BAD = {
     "id": (Sample([3, VOCABULARY], [-1.0, -1.0], "stop"), "response token 1 is 13, expected less than"),
@@ -39,7 +40,8 @@ class Engine:
     version = 7
 
     def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
+        self.answers = list(answers)
+        self.asked = []
 
     def sample(self, prompts, params, max_new_tokens, seed):
         self.asked.append((prompts, seed))

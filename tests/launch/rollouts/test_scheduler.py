@@ -105,7 +105,10 @@ class CountingEngine:
     is_elsewhere = True
 
     def __init__(self):
-        self.version, self.busy, self.calls, self.threads = -1, threading.Lock(), [], set()
+        self.version = -1
+        self.busy = threading.Lock()
+        self.calls = []
+        self.threads = set()
 
     def load_weights(self, weights, version):
         with self.idle():
@@ -135,7 +138,8 @@ def run_with(words, engine, watch=lambda engines, iteration: None):
     from megatron_rc.launch.training.checks.sync_check import SyncCheck
     from megatron_rc.launch.training.trainer import Trainer
 
-    made, update = [], Trainer.update
+    made = []
+    update = Trainer.update
 
     def make(_):
         made.append(engine())
@@ -219,7 +223,9 @@ def test_the_trainer_goes_on_while_the_engine_samples(ranks, tmp_path):
 def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, stops, ages):
     """Wherever it stops within a window: equal to the last digit, weight sync by weight sync."""
     words = [*LIVE, *layout.flags(), "--rollout-staleness=2", *more]
-    whole, broken, save = tmp_path / "whole", tmp_path / "broken", [f"--save={tmp_path}/s", f"--load={tmp_path}/s"]
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
+    save = [f"--save={tmp_path}/s", f"--load={tmp_path}/s"]
     plain = [word for word in words if word not in ("--async-save", "--save-interval=2")]
     assert set(ranks.run(run_training, layout, flags(whole, *plain, "--train-iters=6"))) == {None}
     for end in (*stops, 6):

@@ -30,7 +30,8 @@ class Scripted:
     version = 7
 
     def __init__(self, *rounds):
-        self.rounds, self.asked = list(rounds), []
+        self.rounds = list(rounds)
+        self.asked = []
 
     def sample(self, prompts, params=None, max_new_tokens=0, seed=0):
         self.asked.append(([list(prompt) for prompt in prompts], seed))
@@ -122,7 +123,10 @@ def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
 GAME = ["--task=python:examples.guessing_game:Game", "--max-response-length=2", "--seq-length=16", "--run-name=run"]
 GAME += ["--grpo-iterations=1", "--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4"]
 # The ids of the characters "1234567?<>", after three of the tokenizer.
-ONE, ASKED, LOWER, HIGHER = 3, 10, 11, 12
+ONE = 3
+ASKED = 10
+LOWER = 11
+HIGHER = 12
 
 
 def make(tmp_path, rounds, *more):

@@ -29,7 +29,11 @@ class SlowEngine:
     """Of replica 1: the n-th rollout takes long, or fails."""
 
     def __init__(self, seconds, slow, error=None):
-        self.seconds, self.slow, self.error, self.version, self.asked = seconds, slow, error, 0, 0
+        self.seconds = seconds
+        self.slow = slow
+        self.error = error
+        self.version = 0
+        self.asked = 0
 
     def load_weights(self, weights, version):
         self.version = len(list(weights)) and version

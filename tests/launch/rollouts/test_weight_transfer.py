@@ -14,7 +14,8 @@ from tests.support.stream_server import SglangStreamServer, StreamServer
 from tests.support.training_runs import LIVE, rows, run_training
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24"]
-VLLM, SGLANG = StreamServer, SglangStreamServer
+VLLM = StreamServer
+SGLANG = SglangStreamServer
 CASES = [
     (VLLM, Layout(), []),
     (VLLM, Layout(tp=2, sp=True, pp=2), []),

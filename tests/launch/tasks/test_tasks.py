@@ -42,7 +42,9 @@ def test_the_answers_count_up_to_nine(count_up):
 
 @pytest.mark.parametrize("name", ["count_up", pytest.param("reasoning_gym:chain_sum", marks=pytest.mark.reasoning_gym)])
 def test_problems_are_numbered_and_repeatable(name):
-    task, same, other = make_task(name, 1), make_task(name, 1), make_task(name, 2)
+    task = make_task(name, 1)
+    same = make_task(name, 1)
+    other = make_task(name, 2)
     prompts = [problem.prompt for problem in task.problems(0, 8)]
     assert [p.prompt for p in same.problems(4, 4)] == prompts[4:]
     assert [p.prompt for p in other.problems(0, 8)] != prompts
@@ -76,7 +78,8 @@ def test_questions_that_leave_no_room_are_passed_over():
 
 @pytest.mark.reasoning_gym
 def test_what_is_held_out_is_never_trained_on():
-    task, count = make_task("reasoning_gym:chain_sum", 1), 100
+    task = make_task("reasoning_gym:chain_sum", 1)
+    count = 100
     held_out = [problem.prompt for problem in task.problems(0, count, held_out=True)]
     assert len(set(held_out)) > 90
     assert not set(held_out) & {problem.prompt for problem in task.problems(0, 300)}

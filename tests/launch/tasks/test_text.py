@@ -37,7 +37,8 @@ def tokenizer_folder(folder, *, template=TEMPLATE, eos="</s>", pad="<pad>", bos=
 
 
 def test_code_beside_a_tokenizer_is_neither_run_nor_asked_about(tmp_path, capsys):
-    path, mark = tokenizer_folder(tmp_path) / "tokenizer_config.json", tmp_path / "was here"
+    path = tokenizer_folder(tmp_path) / "tokenizer_config.json"
+    mark = tmp_path / "was here"
     named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | named))
     (tmp_path / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")

@@ -24,7 +24,8 @@ from tests.support.recorded_training import GPT2, LLAMA, make_trainer
 from tests.support.recorded_training import flags as flags_of_run
 from tests.support.training_cases import LENGTH, PER_MINI_BATCH, SEQUENCES
 
-IN_FLOAT64, IN_FLOAT32 = 1e-9, 1e-5
+IN_FLOAT64 = 1e-9
+IN_FLOAT32 = 1e-5
 # Megatron's angles of rotary embeddings are float32 whatever the model's dtype is.
 TO_REFERENCE = 2e-6
 EXPERTS = (
@@ -109,7 +110,8 @@ def both_weights(has_experts):
 def make_data():
     """Ragged responses with holes, one rank's share without any."""
     generator = torch.Generator().manual_seed(5)
-    shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
+    shape = (SEQUENCES, LENGTH)
+    ids = torch.arange(SEQUENCES)
     ends = torch.randint(3, LENGTH, (SEQUENCES, 1), generator=generator)
     mask = (torch.arange(LENGTH) < ends) & (torch.rand(shape, generator=generator) > 0.15)
     mask[SEQUENCES * 3 // 4 :] = False
@@ -203,7 +205,9 @@ def attributed_in_own_loop(trainer, cut, train, shards):
 
     from megatron_rc.launch.training.models.passes import Scoring
 
-    config, groups, local = trainer.model[0].config, trainer.groups, cut.local
+    config = trainer.model[0].config
+    groups = trainer.groups
+    local = cut.local
     cuts = [one for mini_batch in cut.cuts for one in mini_batch]
     factor = len(cuts) * group_size(groups.dp_cp)  # Megatron's schedule and DDP make means
     config.finalize_model_grads_func = finalize_model_grads

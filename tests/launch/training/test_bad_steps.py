@@ -41,7 +41,10 @@ def faults(steps=(), batches=()):
     """
     from megatron_rc.launch.training.trainer import Trainer
 
-    accumulate, inputs, skip, left = Trainer.accumulate, Trainer._plan_inputs, Trainer.skip, {}
+    accumulate = Trainer.accumulate
+    inputs = Trainer._plan_inputs
+    skip = Trainer.skip
+    left = {}
     is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
     def spoilt(trainer, *args):
@@ -78,7 +81,8 @@ def train_with_faults(words, steps, batches=()):
 
 
 def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks, tmp_path):
-    layout, bad = Layout(pp=2, dp=2), tmp_path / "run" / "bad"
+    layout = Layout(pp=2, dp=2)
+    bad = tmp_path / "run" / "bad"
     words = flags(tmp_path, *LIVE, *layout.flags(), "--grpo-iterations=2", "--train-iters=6", "--micro-batch-size=4")
     words += ["--lr-decay-style=linear", f"--save-rollouts={tmp_path}/records"]
     found = ranks.run(train_with_faults, layout, [*words, "--bad-steps=skip"], [1], [2])
@@ -100,7 +104,8 @@ def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks,
     names = [f"step-000000{step}-replica-000{replica}.safetensors" for step in (0, 2) for replica in (0, 1)]
     assert sorted(path.name for path in bad.glob("*.safetensors")) == names
     for name in names:
-        kept, sampled = load_rollouts(bad / name), load_rollouts(tmp_path / "records" / name)
+        kept = load_rollouts(bad / name)
+        sampled = load_rollouts(tmp_path / "records" / name)
         for field, value in sampled.tensors().items():
             assert torch.equal(value, kept.tensors()[field]), field
     reasons = [json.loads(line) for path in sorted(bad.glob("*.jsonl")) for line in path.read_text().splitlines()]
@@ -179,7 +184,8 @@ def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
 
 def test_a_mini_batch_whose_rewards_are_alike_changes_nothing_by_right(ranks, tmp_path):
     """One prompt of four has rewards that differ: the steps of the three others have a gradient of 0."""
-    batch, alike = recorded_batch(0), torch.full((12,), 0.5)
+    batch = recorded_batch(0)
+    alike = torch.full((12,), 0.5)
     batch = dataclasses.replace(batch, rewards=torch.cat([batch.rewards[:4], alike]))
     write_rollouts(batch, tmp_path / "records", 0, 0)
     words = ["--run-name=run", f"--load-rollouts={tmp_path}/records", "--max-skipped-steps=2", "--train-iters=4"]
@@ -202,7 +208,9 @@ def run_flat(words, flat, alone):
     from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.trainer import Trainer
 
-    collect, update, left = RolloutCollector.collect, Trainer.update, {}
+    collect = RolloutCollector.collect
+    update = Trainer.update
+    left = {}
 
     def collected(self, step):
         batch = collect(self, step)
@@ -211,7 +219,8 @@ def run_flat(words, flat, alone):
         return dataclasses.replace(batch, rewards=torch.ones_like(rewards) if is_flat else rewards)
 
     def watched(self, prepared, mini_batch):
-        before, step = state_of(self), self.iteration
+        before = state_of(self)
+        step = self.iteration
         metrics = update(self, prepared, mini_batch)
         left[step] = all(map(torch.equal, before, state_of(self)))
         return metrics
@@ -276,7 +285,8 @@ def checked(words, losses, norms):
 SMALL = [(1.0, 1.0)] * 100
 
 
-SPIKY, LARGE = "--check-for-spiky-loss", "--check-for-large-grads"
+SPIKY = "--check-for-spiky-loss"
+LARGE = "--check-for-large-grads"
 # A flag, the losses, the gradient norms of the two ranks, and the sentence.
 CHECKS = [
     ("", [math.inf], SMALL[:1], "the loss of step 1 is inf: the step was not made"),

@@ -23,7 +23,8 @@ def run(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic")
 
     def run(case, function=critic_cases.run_case):
-        given, weights = critic_cases.targets(case.experts), critic_cases.weights(case.experts)
+        given = critic_cases.targets(case.experts)
+        weights = critic_cases.weights(case.experts)
         return ranks.run(function, case.layout, case.words(folder), given, *weights)
 
     return run
@@ -31,7 +32,8 @@ def run(ranks, tmp_path_factory):
 
 def assert_values(everywhere, experts):
     """Of every token that trains, once on each tensor-parallel rank."""
-    data, old = training_cases.make_data(), critic_cases.weights(experts)[0]
+    data = training_cases.make_data()
+    old = critic_cases.weights(experts)[0]
     want = critic_oracle.values({name: one.double() for name, one in old.items()}, data.tokens)
     seen = torch.zeros(data.mask.shape, dtype=torch.int64)
     for rank in everywhere:
@@ -72,7 +74,8 @@ def test_the_cases_meet_what_they_are_for():
     assert {case.variant for case in CASES} == set(range(len(OBJECTIVES)))
     for name in ("packed", "per_token_loss", "size"):
         assert len({getattr(case, name) for case in CASES}) > 1
-    data, given = training_cases.make_data(), critic_cases.targets()
+    data = training_cases.make_data()
+    given = critic_cases.targets()
     assert 0.1 < (given.accepted.sum() / data.mask.sum()) < 0.9
     for variant, (_, objective) in enumerate(OBJECTIVES):
         if objective.clip:

@@ -25,7 +25,8 @@ def step(trainer, index):
 
 def train(words, begin, end, save_at=None):
     """Metrics of the steps from ``begin`` to ``end``; after ``save_at`` steps a checkpoint is written."""
-    trainer, found = make_trainer(words), []
+    trainer = make_trainer(words)
+    found = []
     assert trainer.iteration == begin
     for index in range(begin, end):
         found.append(step(trainer, index))
@@ -90,7 +91,9 @@ def train_away(part, words, begin, end, save_at=None):
 
     A checkpoint is written in the background while the part comes and goes.
     """
-    trainer, found, ratios = make_trainer(words), [], []
+    trainer = make_trainer(words)
+    found = []
+    ratios = []
     for index in range(begin, end):
         if index == save_at:
             trainer.save()
@@ -134,7 +137,8 @@ def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, t
 
 def critic_only(words):
     """Whether the policy and the critic have changed after each of two steps, and the metrics of these."""
-    trainer, found = make_trainer(words), []
+    trainer = make_trainer(words)
+    found = []
     for index in range(2):
         policy, critic = both(trainer)
         metrics = step(trainer, index)
@@ -232,13 +236,17 @@ def test_a_step_without_signal_trains_the_critic_alone(ranks, tmp_path):
 
 def spoil(words):
     """What each bad step raises and whether it has left both models as they were; then what saving a ruin raises."""
-    trainer, found = make_trainer(words), {}
+    trainer = make_trainer(words)
+    found = {}
     checks = trainer.critic.checks
     for part in ("spiky", "large", "critic", "policy"):
-        prepared, before = trainer.prepare(share(trainer, 0)), both(trainer)
+        prepared = trainer.prepare(share(trainer, 0))
+        before = both(trainer)
         # As after many steps with losses and gradients of next to nothing.
-        checks.losses.count, checks.losses.largest = 100 * (part == "spiky"), 1e-9
-        checks.gradients.count, checks.gradients.largest = 100 * (part == "large"), 1e-9
+        checks.losses.count = 100 * (part == "spiky")
+        checks.losses.largest = 1e-9
+        checks.gradients.count = 100 * (part == "large")
+        checks.gradients.largest = 1e-9
         if trainer.groups.is_last_stage and part in ("critic", "policy"):
             local = prepared.values.batch.local if part == "critic" else prepared.batch.local
             (local.returns if part == "critic" else local.advantages).fill_(torch.inf)

@@ -32,7 +32,8 @@ def two_steps(words):
     """On each rank: the steps' metrics, the rates between them, and the tokens that this rank scored first."""
     trainer = make_trainer(words)
     trainer.keeps_log_probs = True
-    prepared, steps = trainer.prepare(share(trainer, 0)), []
+    prepared = trainer.prepare(share(trainer, 0))
+    steps = []
     local = prepared.batch.local
     for number in range(2):
         before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]

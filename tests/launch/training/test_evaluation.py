@@ -64,7 +64,11 @@ class Pupil:
     version = 0
 
     def __init__(self, task, known, guessed=()):
-        self.task, self.known, self.guessed, self.asked, self.sampling = task, known, guessed, [], []
+        self.task = task
+        self.known = known
+        self.guessed = guessed
+        self.asked = []
+        self.sampling = []
 
     def load_weights(self, weights, version):
         self.version = len(list(weights)) and version

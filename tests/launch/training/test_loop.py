@@ -46,7 +46,8 @@ RESUMED = {
 @pytest.mark.parametrize(("layout", "more", "model"), RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model):
     """Four steps, and two steps, a checkpoint and two more: equal to the last digit."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     words = [*LIVE, *more.split(), *layout.flags()]
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     for folder, extra in ((whole, ["--train-iters=4"]), (broken, ["--train-iters=2", *save]), (broken, save)):
@@ -77,7 +78,8 @@ class BrokenEngine:
     """Samples token 3 eight times, and does one thing wrong on replica 1."""
 
     def __init__(self, fault, replica):
-        self.fault, self.version = fault if replica == 1 else None, 0
+        self.fault = fault if replica == 1 else None
+        self.version = 0
 
     def load_weights(self, weights, version):
         for _ in weights:
@@ -237,7 +239,8 @@ def test_a_signal_in_the_last_step_loses_nothing(ranks, tmp_path):
 
 
 def test_a_resumed_run_says_where_it_goes_on_and_leaves_nothing_where_it_is_refused(ranks, tmp_path):
-    layout, config = Layout(dp=2), tmp_path / "run" / "config.yaml"
+    layout = Layout(dp=2)
+    config = tmp_path / "run" / "config.yaml"
     words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-hf={tmp_path}/hf")
     (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=1"])
     assert error is None
@@ -249,7 +252,8 @@ def test_a_resumed_run_says_where_it_goes_on_and_leaves_nothing_where_it_is_refu
     assert f"goes on from checkpoint 1 of {tmp_path}/save\n" in said
     assert said.startswith(f"weights: checkpoint {tmp_path}/save/iter_0000001 (--load) · {rest}")
     assert f"finished at step 2, saved to {tmp_path}/save, model in {tmp_path}/hf/step-2 after" in said
-    before, left = config.read_text(), sorted(path.name for path in (tmp_path / "run").glob("config*"))
+    before = config.read_text()
+    left = sorted(path.name for path in (tmp_path / "run").glob("config*"))
     past = agreed(ranks.run(run_training, layout, [*words, "--train-iters=1"]))
     assert past.startswith(f"ValueError: --load {tmp_path}/save: checkpoint 2 is already past --train-iters 1: ")
     assert "--finetune" in past

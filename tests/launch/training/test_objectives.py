@@ -111,11 +111,14 @@ def run_in_float64(*arguments):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_are_those_of_the_reference(ranks, tmp_path, case):
-    data, weights, want = training_cases.make_data(), training_cases.weights(), expected(case.objective)
+    data = training_cases.make_data()
+    weights = training_cases.weights()
+    want = expected(case.objective)
     everywhere = ranks.run(run_in_float64, case.layout, case.words(tmp_path), data, *weights)
     for index in range(MINI_BATCHES):
         assert_gradients(whole_gradients(everywhere, index), want.gradients[index], EXACT)
-        got, policy = everywhere[0].metrics[index], want.policy[index]
+        got = everywhere[0].metrics[index]
+        policy = want.policy[index]
         assert all(rank.metrics[index] == got for rank in everywhere)
         assert got["loss/total"] == pytest.approx(want.loss[index], abs=EXACT * want.size[index])
         if case.objective.kl:

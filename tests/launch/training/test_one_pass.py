@@ -73,7 +73,8 @@ class Case:
 
 def make_cases():
     """One objective in every layout, two where CP meets DP or PP; every pair of the other values occurs."""
-    names, cases = list(OBJECTIVES), []
+    names = list(OBJECTIVES)
+    cases = []
     for (row, layout), column in itertools.product(enumerate(LAYOUTS), range(2)):
         if column and (layout.cp == 1 or layout.dp * layout.pp == 1):
             continue
@@ -96,7 +97,8 @@ CASES = make_cases()
 def make_data():
     """Ragged responses with holes, one rank's share without any, of 0 to 3 versions before."""
     generator = torch.Generator().manual_seed(5)
-    shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
+    shape = (SEQUENCES, LENGTH)
+    ids = torch.arange(SEQUENCES)
     tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
     scores = training_oracle.score({k: w.double() for k, w in training_cases.weights()[1].items()}, tokens)[0]
     noise = 0.25 * torch.randn(SEQUENCES, 1, generator=generator) + 0.3 * torch.randn(shape, generator=generator)

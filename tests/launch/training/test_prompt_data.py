@@ -54,7 +54,8 @@ def drawn(folder, task):
 
 def test_prompts_are_those_of_their_numbers_through_epochs_and_a_resumption(ranks, tmp_path, files):
     """Every prompt of the file once an epoch, over both replicas; a run in two parts draws what a whole one draws."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     runs = ((whole, ["--train-iters=3"]), (broken, ["--train-iters=2", *save]), (broken, ["--train-iters=3", *save]))
     for folder, more in runs:

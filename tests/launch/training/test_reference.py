@@ -19,7 +19,8 @@ def batches(trainer, numbers):
     """Two optimizer steps on each recorded batch: metrics, and whether the reference is what it was before."""
     found = []
     for number in numbers:
-        before, policy = weights_of(trainer.reference.chunks), weights_of(trainer.chunks)
+        before = weights_of(trainer.reference.chunks)
+        policy = weights_of(trainer.chunks)
         prepared = trainer.prepare(share(trainer, number))
         now = weights_of(trainer.reference.chunks)
         kind = "kept" if equal(now, before) else "the policy" if equal(now, policy) else "other"
@@ -79,7 +80,8 @@ def published(tmp_path_factory):
 
 def test_it_has_a_directory_of_its_own(ranks, tmp_path, published):
     """Of Hugging Face's form, or checkpoints of another layout; the policy begins from another one."""
-    layout, saved = Layout(tp=2), Layout(pp=2)
+    layout = Layout(tp=2)
+    saved = Layout(pp=2)
     ranks.run(save_initial, saved, [*words_of(published[1], saved), f"--save={tmp_path}/other"])
     policy, other = (load_file(folder / "model.safetensors") for folder in published)
     for own in (f"--ref-load-hf={published[1]}", f"--ref-load={tmp_path}/other"):
@@ -90,7 +92,8 @@ def test_it_has_a_directory_of_its_own(ranks, tmp_path, published):
 
 
 def test_finetuning_compares_with_the_weights_it_starts_from_or_with_the_other_ones(ranks, tmp_path, published):
-    start, layout = published[0], Layout()
+    start = published[0]
+    layout = Layout()
     words = words_of(start, layout, *KL)
     ranks.run(refreshed, layout, [*words, f"--save={tmp_path}/save", "--lr=1e-3"], [0])
     words += [f"--load={tmp_path}/save", "--finetune"]

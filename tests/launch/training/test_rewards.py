@@ -68,7 +68,8 @@ def train_recorded(words):
     trainer = make_trainer(words)
     folder = trainer.config.rollouts.load_rollouts
     batch = load_rollouts(f"{folder}/step-0000000-replica-0000.safetensors")
-    rank, size = torch.distributed.get_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    rank = torch.distributed.get_rank(trainer.groups.dp)
+    size = trainer.config.data_parallel_size
     share = batch.num_sequences // size
     prepared = trainer.prepare(batch.rows(slice(rank * share, (rank + 1) * share)))
     metrics = trainer.update(prepared, 0)

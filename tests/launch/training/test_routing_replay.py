@@ -43,7 +43,8 @@ def test_replay_takes_a_rounded_engines_choices(ranks, tmp_path, layout, more):
 
 def test_recorded_experts_train_as_the_sampled_ones_did(ranks, tmp_path):
     """The records hold the experts of every response; a run that reads them takes the same steps."""
-    first, again = tmp_path / "first", tmp_path / "again"
+    first = tmp_path / "first"
+    again = tmp_path / "again"
     record = [f"--save-rollouts={tmp_path}/rollouts", "--rollout-dtype=fp8-e4m3"]
     written = last_rows(ranks, first, Layout(), *REPLAY, *record)
     read = last_rows(ranks, again, Layout(), *REPLAY, f"--load-rollouts={tmp_path}/rollouts")

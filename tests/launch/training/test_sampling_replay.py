@@ -51,7 +51,8 @@ def test_without_replay_the_check_of_the_engine_fails(ranks, tmp_path):
 
 
 def test_recorded_supports_train_as_the_sampled_ones_did(ranks, tmp_path):
-    record, load = f"--save-rollouts={tmp_path}/rollouts", f"--load-rollouts={tmp_path}/rollouts"
+    record = f"--save-rollouts={tmp_path}/rollouts"
+    load = f"--load-rollouts={tmp_path}/rollouts"
     _, written = outcome(ranks, tmp_path / "first", Layout(), *NUCLEUS, record)
     error, read = outcome(ranks, tmp_path / "again", Layout(), *NUCLEUS, load)
     assert error is None

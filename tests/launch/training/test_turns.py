@@ -54,7 +54,8 @@ def test_equal_weights_give_equal_log_probs(ranks, tmp_path, layout, more):
 
 def test_recorded_turns_train_alike_in_every_layout(ranks, tmp_path):
     """Turns are cut by context parallelism and by packing; the criterion on turns rejects some."""
-    record, load = f"--save-rollouts={tmp_path}/records", f"--load-rollouts={tmp_path}/records"
+    record = f"--save-rollouts={tmp_path}/records"
+    load = f"--load-rollouts={tmp_path}/records"
     trained(ranks, tmp_path / "first", Layout(), record, "--rollout-dtype=fp8-e4m3")
     only = ["--max-turns", "--reply", "--rollout-dtype", "--reward", "--run-name"]
     found = []

@@ -45,7 +45,8 @@ def chosen(tmp_path, *more, model=LLAMA):
     return run_config(flags(tmp_path, "--no-cpu", *more, model=model), 1 + (PP2 in more)).checkpoints.weights_bridge
 
 
-BOTH, PP2 = ("transformer_engine", "mbridge"), "--pipeline-model-parallel-size=2"
+BOTH = ("transformer_engine", "mbridge")
+PP2 = "--pipeline-model-parallel-size=2"
 # Packages that are there, flags, the model, and parts of the reason.
 REFUSED = {
     "local": (BOTH[1:], [], LLAMA, r"--transformer-impl transformer_engine.* local.*\[gpu\]'"),

@@ -12,8 +12,10 @@ from tests.support.published_models import MODELS, save_random, words_of
 from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import build_trainer, run_config
 
-TIED, UNTIED = "llama", "llama-untied"
-HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
+TIED = "llama"
+UNTIED = "llama-untied"
+HEAD = "lm_head.weight"
+WORDS = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")

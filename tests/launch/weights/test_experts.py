@@ -18,7 +18,8 @@ from tests.support.training_runs import LIVE, rows, run_training
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
 QWEN3_MOE = [*LLAMA, *EXPERTS, "--qk-layernorm", "--kv-channels=16"]
 FAMILIES = {"qwen3_moe": QWEN3_MOE, "mixtral": [*LLAMA, *EXPERTS]}
-PAD, ENDS = 0, ResponseEnds((1,))
+PAD = 0
+ENDS = ResponseEnds((1,))
 
 
 @pytest.fixture(params=FAMILIES)

@@ -60,7 +60,8 @@ def words_of_row(words):
 @pytest.mark.parametrize(("model", "name", "words"), ROWS, ids=lambda row: row.split()[0])
 def test_the_flags_in_the_documents_are_the_family(tmp_path, model, name, words):
     given = words_of_row(words)
-    experts, groups = "--num-experts" in given, "--group-query-attention" in given
+    experts = "--num-experts" in given
+    groups = "--group-query-attention" in given
     sizes = [word for word in SIZES if experts >= word.startswith("--moe") and groups >= ("groups" in word)]
     config = run_config([*sizes, *given, *COMMON, f"--runs-dir={tmp_path}"])
     assert find_family(config).name == name

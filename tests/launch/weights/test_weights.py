@@ -47,7 +47,8 @@ CASES += [
 # One layout after the other: each has its process groups made once.
 CASES.sort(key=lambda case: str(case[1]))
 CASES = [(*case, ()) for case in CASES]
-UNEVEN, STAGES = "--decoder-first-pipeline-num-layers=1", "Et|(t|)*2tL"
+UNEVEN = "--decoder-first-pipeline-num-layers=1"
+STAGES = "Et|(t|)*2tL"
 CASES += [("qwen3_moe", Layout(pp=2), (UNEVEN,))]
 CASES += [("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), ())]
 HYBRIDS = [
@@ -174,8 +175,10 @@ def read_tensors(folder):
     return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 
-DOWN, EXPERT = "model.layers.3.mlp.down_proj.weight", "model.layers.3.mlp.experts.3.down_proj.weight"
-Q, WORDS = "model.layers.3.self_attn.q_proj.weight", "model.embed_tokens.weight"
+DOWN = "model.layers.3.mlp.down_proj.weight"
+EXPERT = "model.layers.3.mlp.experts.3.down_proj.weight"
+Q = "model.layers.3.self_attn.q_proj.weight"
+WORDS = "model.embed_tokens.weight"
 # Model, a tensor, its wrong shape, and the sentence: the last stage alone reads it, or the second rank with experts.
 NOT_FITTING = {
     "missing": ("llama", DOWN, None, f"holds no tensor {DOWN}"),
@@ -241,7 +244,8 @@ def test_grouped_experts_have_the_same_weights_in_files(ranks, folders, layout):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    single, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    single = tmp_path / "model.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
     os.mkfifo(tmp_path / "part.safetensors")  # safetensors would open it with the interpreter's lock held
     for path, text, message in (
         (None, "", r"holds neither model\.safetensors nor model\.safetensors\.index\.json"),
@@ -259,7 +263,8 @@ def test_of_one_file_and_several_those_are_read_that_transformers_reads(tmp_path
     model = transformers.AutoModelForCausalLM.from_config(MODELS["llama"])
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
-    name, stored = "model.norm.weight", model.state_dict() | {"model.norm.weight": torch.full((32,), 7.0)}
+    name = "model.norm.weight"
+    stored = model.state_dict() | {"model.norm.weight": torch.full((32,), 7.0)}
     save_file(
         {key: tensor for key, tensor in stored.items() if key != "lm_head.weight"}, tmp_path / "model.safetensors"
     )

@@ -38,7 +38,8 @@ def test_lines_are_plain_json():
 
 
 def test_files_of_lines_are_read_batch_by_batch(tmp_path):
-    path, batch = tmp_path / "rollouts.jsonl", example()
+    path = tmp_path / "rollouts.jsonl"
+    batch = example()
     other = dataclasses.replace(example(False), sampling=SamplingParams())
     assert write_jsonl((part for part in (batch, other)), path) == 6
     found = list(read_jsonl(path, batch_size=2))

@@ -104,7 +104,8 @@ def test_rows_of_one_rollout_keep_its_number():
 def test_slime_and_back(batch):
     """Lost: versions within a sequence, the route of the last token, sampling parameters."""
     found = from_slime(to_slime(batch), sampling=batch.sampling)
-    mask, kept = batch.response_mask, cut(known(batch))
+    mask = batch.response_mask
+    kept = cut(known(batch))
     oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1, keepdim=True)
     used = (mask * torch.arange(1, mask.shape[1] + 1)).amax(dim=1, keepdim=True)
     # concatenate fills up with versions of 0

@@ -85,7 +85,8 @@ def test_scores_of_earlier_turns_stay_with_their_turns():
 def test_verl_and_back(batch):
     """Lost: sample ids, names of groups, finish reasons, versions within a sequence, sampling parameters."""
     found = from_verl(*to_verl(batch, pad_token_id=0), sampling=batch.sampling)
-    mask, kept = batch.response_mask, cut(known(batch))
+    mask = batch.response_mask
+    kept = cut(known(batch))
     oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1)
     groups = list(dict.fromkeys(batch.group_ids.tolist()))
     assert identical(

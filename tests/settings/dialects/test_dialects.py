@@ -72,7 +72,8 @@ def test_notes_are_kept_logged_and_no_part_of_the_config(caplog):
 
 
 def test_numbers_survive_exactly():
-    low, high = 0.1 + 0.2, 1 + 2**-50
+    low = 0.1 + 0.2
+    high = 1 + 2**-50
     config = RolloutCorrectionConfig.from_dict(
         {"rollout_is": None, "rollout_rs": "token", "rollout_rs_threshold": high, "rollout_rs_threshold_lower": low},
         "verl-2025-11",

@@ -120,7 +120,8 @@ def test_the_row_that_is_refused_is_named(tmp_path, datasets):
 
 def test_the_cache_knows_a_file_by_its_content(tmp_path, datasets):
     """The library itself would take an older copy of a file with the same path and time."""
-    path, digests = tmp_path / "a[1].parquet", []
+    path = tmp_path / "a[1].parquet"
+    digests = []
     for rows in (ROWS, ROWS[::-1], ROWS):
         datasets.Dataset.from_list(rows).to_parquet(str(path))
         os.utime(path, (1e9, 1e9))

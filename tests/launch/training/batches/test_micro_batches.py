@@ -25,10 +25,12 @@ def test_packed_tokens_are_the_padded_ones(tmp_path, size):
     batch = replace(batch, policy_versions=torch.randint(9, batch.tokens.shape, dtype=torch.int32))
     packed = cut_batch(batch, parse(tmp_path, PACKED, f"--rl-sequence-packing-bin-size={size}"), ParallelGroups())
     padded = cut_batch(batch, parse(tmp_path, "--micro-batch-size=1"), ParallelGroups())
-    local, row = packed.local, packed.local.layout.expand(packed.rows)
+    local = packed.local
+    row = packed.local.layout.expand(packed.rows)
     real = row >= 0
     for name in ("tokens", "labels", "response_mask", "rollout_log_probs", "policy_versions", "positions"):
-        got, want = getattr(local, name)[real], getattr(padded.local, name)[row[real], local.positions[real]]
+        got = getattr(local, name)[real]
+        want = getattr(padded.local, name)[row[real], local.positions[real]]
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert int(local.response_mask.sum()) == int(padded.local.response_mask.sum())
     assert not local.response_mask[~real].any()

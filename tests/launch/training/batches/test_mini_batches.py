@@ -9,7 +9,8 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, share
 from tests.support.training_runs import equal
 
-RATE, SEED = 0.005, 7
+RATE = 0.005
+SEED = 7
 
 
 def measure(mode):
@@ -27,7 +28,8 @@ def correction_of(words):
     """What corrects the policy and the critic on a whole rollout batch."""
     trainer = make_trainer(words)
     prepared = trainer.prepare(share(trainer, 0))
-    policy, critic = prepared.batch.local, prepared.values.batch.local
+    policy = prepared.batch.local
+    critic = prepared.values.batch.local
     return policy.weights, policy.mask, critic.weights, critic.mask, critic.returns
 
 

@@ -17,7 +17,8 @@ from tests.support.recorded_training import SEQUENCES, recorded_batch
 def summarized(rewards):
     """The summary of this rank's share, and the collectives that were made for it."""
     groups = ParallelGroups.from_megatron()
-    index, size = group_rank(groups.dp), group_size(groups.dp)
+    index = group_rank(groups.dp)
+    size = group_size(groups.dp)
     rows = slice(index * SEQUENCES // size, (index + 1) * SEQUENCES // size)
     batch = replace(recorded_batch(0, index, size), rewards=torch.tensor(rewards)[rows])
     with recorded() as calls:

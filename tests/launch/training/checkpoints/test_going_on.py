@@ -144,7 +144,9 @@ def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more)
 
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=32", "--qk-layernorm", "--grpo-kl-beta=0", *SMALL]
-TWO, SPREAD, DISTRIBUTED = Layout(dp=2), Layout(dp=2, ep=2), ["--use-distributed-optimizer"]
+TWO = Layout(dp=2)
+SPREAD = Layout(dp=2, ep=2)
+DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
 def test_experts_go_on_spread_otherwise_or_are_refused(ranks, tmp_path):
@@ -159,7 +161,8 @@ def test_experts_go_on_spread_otherwise_or_are_refused(ranks, tmp_path):
 
 
 NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"
-SGD, NO_MOMENTUM = "--optimizer=sgd", "--optimizer=sgd --sgd-momentum=0"
+SGD = "--optimizer=sgd"
+NO_MOMENTUM = "--optimizer=sgd --sgd-momentum=0"
 NOT_FITTING = {
     "no-optim": (f"--no-save-optim {SGD}", SGD, NO_OPTIM),
     "no-momentum": (NO_MOMENTUM, SGD, "was written with --sgd-momentum 0.0, this run has"),

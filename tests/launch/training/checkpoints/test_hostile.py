@@ -78,7 +78,9 @@ def put_entry(folder, part_of_name, content, *, is_zip=True):
     entry = next(entry for key, entry in index.storage_data.items() if part_of_name in key.fqn)
     written = io.BytesIO()
     torch.save(content, written, _use_new_zipfile_serialization=is_zip)
-    entry.offset, entry.length, entry.relative_path = 0, written.tell(), "hostile.distcp"
+    entry.offset = 0
+    entry.length = written.tell()
+    entry.relative_path = "hostile.distcp"
     (folder / "hostile.distcp").write_bytes(written.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 

@@ -20,8 +20,11 @@ from tests.support.paths import ROOT
 from tests.support.runs import finish, launch, start, steps
 
 OLDER = ROOT / "tests" / "golden" / "checkpoint"
-SAVED, STEPS = 2, 5
-REPLICAS, PROMPTS = 2, 16  # data-parallel replicas, and prompts of a rollout batch
+SAVED = 2
+STEPS = 5
+# data-parallel replicas, and prompts of a rollout batch
+REPLICAS = 2
+PROMPTS = 16
 FLAGS = f"""--cpu --from-scratch --num-layers=2 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4
 --group-query-attention --num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu
 --disable-bias-linear --init-method-std=0.08 --make-vocab-size-divisible-by=4 --seq-length=12

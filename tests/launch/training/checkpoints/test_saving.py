@@ -142,7 +142,8 @@ def test_a_background_save_goes_on_like_one_in_the_foreground(ranks, tmp_path):
     folder = tmp_path / "save"
     words = [*LIVE, *TWO.flags()]
     save = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     for place, more in (
         (whole, ["--train-iters=3"]),
         (broken, ["--train-iters=2", "--async-save", *save]),

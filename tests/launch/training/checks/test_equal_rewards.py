@@ -69,7 +69,8 @@ def test_a_run_that_goes_on_counts_the_batches_before_its_checkpoint(tmp_path, s
 
 def test_a_run_says_it_once_over_all_replicas_and_its_parts(ranks, tmp_path):
     """Labels that no response can be."""
-    layout, save = Layout(dp=2), [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    layout = Layout(dp=2)
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "1 + 1 = ", "label": "never" * 9}) + "\n")
     base = [word for word in [*LLAMA, *COMMON, *LIVE] if not word.startswith("--task")]
     words = [*base, f"--prompt-data={tmp_path}/a.jsonl", "--reward=exact", "--seq-length=24", "--num-layers=1"]

@@ -14,7 +14,8 @@ from tests.support.training_runs import LIVE, run_training
 @pytest.mark.parametrize("shared", ["run", "save"])
 def test_a_second_run_in_one_folder_is_refused(ranks, tmp_path, shared):
     """This process stands for the first run, which is between two names of a checkpoint."""
-    folder, replaced = tmp_path / shared, tmp_path / shared / "iter_0000001.replaced"
+    folder = tmp_path / shared
+    replaced = tmp_path / shared / "iter_0000001.replaced"
     replaced.mkdir(parents=True)
     first = {"run": ["--run-name=run"], "save": ["--run-name=other", f"--save={tmp_path}/save"]}[shared]
     words = [*LIVE, "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]

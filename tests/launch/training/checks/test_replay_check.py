@@ -18,8 +18,11 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer
 from tests.support.training_runs import LIVE, agreed, rows, said_by_training
 
-EXPERTS, TOP_K = 8, 2
-SEQUENCES, LENGTH, PROMPT = 128, 16, 3
+EXPERTS = 8
+TOP_K = 2
+SEQUENCES = 128
+LENGTH = 16
+PROMPT = 3
 TOKENS = SEQUENCES * (LENGTH - PROMPT)
 DENSE = 0  # the layer without experts
 LAYERS = [layer for layer in range(training_oracle.LAYERS) if layer != DENSE]

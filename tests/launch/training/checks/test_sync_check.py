@@ -22,7 +22,8 @@ class Sampling:
     """Takes the weights of every sync, and samples as a function does."""
 
     def __init__(self, engine, function):
-        self.engine, self.function = engine, function
+        self.engine = engine
+        self.function = function
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -186,7 +187,10 @@ def run_probed(words, restarts=()):
     from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.checks.sync_check import SyncCheck
 
-    synced, probed, sync, check = [], [], RolloutCollector.sync_weights, SyncCheck.__call__
+    synced = []
+    probed = []
+    sync = RolloutCollector.sync_weights
+    check = SyncCheck.__call__
 
     def counted(self, chunks, version):
         if self.engine is not None and self.replica == 1 and len(synced) in restarts:

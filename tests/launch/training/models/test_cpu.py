@@ -52,7 +52,8 @@ def gloo_threads():
 def test_all_groups_share_one_thread_for_their_connections():
     from megatron_rc.launch.training.models.cpu import cpu_backend
 
-    store, before = torch.distributed.HashStore(), len(gloo_threads())
+    store = torch.distributed.HashStore()
+    before = len(gloo_threads())
     with cpu_backend():
         groups = [ProcessGroupGloo(PrefixStore(name, store), 0, 1, timedelta(seconds=9)) for name in "abc"]
         wait_until(lambda: len(gloo_threads()) > before)  # a thread gives itself its name

@@ -25,7 +25,8 @@ def settle(words):
     """The metrics of steps until one is made, whether the others changed a weight, and the scale after a restart."""
     trainer = make_trainer(words)
     weights = [weight.detach().clone() for weight in trainer.chunks[0].parameters()]
-    prepared, rows = trainer.prepare(share(trainer, 0)), []
+    prepared = trainer.prepare(share(trainer, 0))
+    rows = []
     while not rows or "grad_norm" not in rows[-1]:
         same = all(map(torch.equal, trainer.chunks[0].parameters(), weights))
         rows.append(trainer.update(prepared, 0) | {"same": same})
@@ -72,7 +73,8 @@ FALLING = [128.0, 64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0]
 def test_steps_in_a_row_end_a_run_whose_scale_cannot_fall(tmp_path, more, scales):
     config = run_config(flags(tmp_path, "--fp16", "--max-skipped-steps=3", *more.split()))
     trainer = SimpleNamespace(config=config, iteration=0, left_out=LeftOut())
-    judge, complaints = BadSteps(config, trainer, None), []
+    judge = BadSteps(config, trainer, None)
+    complaints = []
     for scale in scales:
         trainer.update = lambda *_, scale=scale: {"loss_scale": scale}
         row = judge.update(None, object(), 0, 0)

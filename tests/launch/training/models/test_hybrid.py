@@ -123,7 +123,8 @@ def test_optimizer_steps_in_layouts_are_those_of_the_gpt_model(ranks, tmp_path, 
 
 def train(words, steps):
     """Metrics of the steps up to this number; then a checkpoint is written."""
-    trainer, found = make_trainer(words), []
+    trainer = make_trainer(words)
+    found = []
     for index in range(trainer.iteration, steps):
         found.append(trainer.update(trainer.prepare(share(trainer, index)), 0))
     trainer.save()
@@ -150,7 +151,8 @@ def test_a_run_goes_on_with_either_model(ranks, tmp_path, layout, more):
     assert to_step(1, hybrid, "one") == whole[:1]
     assert to_step(2, gpt, "two", load="one") == whole[1:2]
     assert to_step(3, hybrid, "three", load="two") == whole[2:]
-    stages, uneven = Layout(pp=2), "--decoder-first-pipeline-num-layers=1"
+    stages = Layout(pp=2)
+    uneven = "--decoder-first-pipeline-num-layers=1"
     (last,) = to_step(3, hybrid, "stages", uneven, layout=stages, load="two")
     assert last == pytest.approx(whole[2], rel=1e-4, abs=1e-4)
 
@@ -158,7 +160,9 @@ def test_a_run_goes_on_with_either_model(ranks, tmp_path, layout, more):
 @needs_hybrid
 def test_a_run_with_an_engine_is_the_gpt_models(ranks, tmp_path):
     """Rollouts of an engine, steps, checkpoints, and the trained model as a Hugging Face directory."""
-    layout, found, saved = Layout(tp=2, dp=2), [], []
+    layout = Layout(tp=2, dp=2)
+    found = []
+    saved = []
     for kind in KINDS:
         folder = tmp_path / kind
         more = [*LIVE, "--train-iters=3", kind, f"--save={folder}/save", f"--save-hf={folder}/hf", *layout.flags()]
@@ -231,6 +235,7 @@ def test_a_setting_that_only_the_gpt_model_reads_is_refused(tmp_path):
 @needs_hybrid
 def test_a_bridge_of_gpt_names_is_refused(tmp_path):
     config = run_config(flags(tmp_path, HYBRID))
-    files, model = {"weights_bridge": "mbridge"}, {"transformer_impl": "transformer_engine"}
+    files = {"weights_bridge": "mbridge"}
+    model = {"transformer_impl": "transformer_engine"}
     with refused("--weights-bridge mbridge | --model hybrid | --model gpt"):
         check_bridge(config.changed(checkpoints=files, model=model), samples=True)

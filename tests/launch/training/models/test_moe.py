@@ -30,7 +30,8 @@ from tests.support.training_cases import MINI_BATCHES, PER_MINI_BATCH, Case
 
 EXPERTS = 4
 NARROW = 1e-3
-BALANCING, Z = 0.5, 0.02
+BALANCING = 0.5
+Z = 0.02
 AUXILIARY = (f"--moe-aux-loss-coeff={BALANCING}", f"--moe-z-loss-coeff={Z}")
 
 
@@ -114,9 +115,11 @@ def test_every_layout_is_the_reference(run, gradients, case):
 @functools.cache
 def with_auxiliary(objective, index):
     """The reference's gradients with those of the router losses, which no weight and no denominator touches."""
-    first, size = index * PER_MINI_BATCH, MoeCase.size
+    first = index * PER_MINI_BATCH
+    size = MoeCase.size
     micro_batches = [[*range(start, start + size)] for start in range(first, first + PER_MINI_BATCH, size)]
-    tokens, new = training_cases.make_data(EXPERTS).tokens, training_cases.weights(EXPERTS)[1]
+    tokens = training_cases.make_data(EXPERTS).tokens
+    new = training_cases.weights(EXPERTS)[1]
     auxiliary = training_oracle.auxiliary_gradients(new, tokens, micro_batches, BALANCING, Z)
     gradients = training_cases.expected(objective, EXPERTS).gradients[index]
     router = "decoder.layers.0.mlp.router.weight"

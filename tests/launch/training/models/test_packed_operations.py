@@ -7,7 +7,8 @@ from tests.support.operations import Operations
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer
 
-RESPONSES, LENGTH = 256, 16
+RESPONSES = 256
+LENGTH = 16
 
 
 def update(words):

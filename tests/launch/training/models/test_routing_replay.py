@@ -88,7 +88,8 @@ def test_auxiliary_losses_count_the_routers_own_choice(ranks, tmp_path):
 @pytest.mark.parametrize("pattern", ["[0,0,1,1]", "[1,0,1,0]"])
 def test_stages_without_experts_and_dense_layers_between(ranks, tmp_path, pattern):
     """The metrics name the layers with experts; the second step on a batch differs from the pass that it replays."""
-    layout, replay = Layout(pp=2), ["--moe-enable-routing-replay", "--moe-routing-replay-source=old"]
+    layout = Layout(pp=2)
+    replay = ["--moe-enable-routing-replay", "--moe-routing-replay-source=old"]
     words = ["--num-experts=4", "--moe-ffn-hidden-size=24", f"--moe-layer-freq={pattern}", *replay]
     everywhere = ranks.run(train_recorded, layout, flags(tmp_path, *words, *layout.flags()), 1)
     layers = [layer for layer, kind in enumerate(pattern[1:-1].split(",")) if kind == "1"]
@@ -101,23 +102,30 @@ def test_stages_without_experts_and_dense_layers_between(ranks, tmp_path, patter
 
 def wanted_shares(case, mini_batch):
     """The metrics of the routers' choices, over all layers and ranks, in a step at the new weights."""
-    data, weights = training_cases.make_data(EXPERTS, case.replayed), training_cases.weights(EXPERTS)[1]
+    data = training_cases.make_data(EXPERTS, case.replayed)
+    weights = training_cases.weights(EXPERTS)[1]
     exact = {name: weight.double() for name, weight in weights.items()}
     rows = (data.mini_batch_ids == mini_batch).nonzero().flatten()
-    routes, shape = data.routes[rows], data.routes[rows].shape
+    routes = data.routes[rows]
+    shape = data.routes[rows].shape
     is_needed = data.mask[rows].flip(1).cumsum(1).flip(1) > 0  # up to the last trained label
     known = differing = unknown = 0
-    shares, narrowest = {}, 1.0
+    shares = {}
+    narrowest = 1.0
     for layer, router in enumerate(training_oracle.routers_of(exact, data.tokens[rows], routes)):
         highest, chosen = router.view(*shape[:2], EXPERTS).sort(dim=-1, descending=True)
-        given, live = routes[:, :, layer], chosen[..., :2]
-        replayed, free = is_needed & (given >= 0).all(-1), is_needed & (given < 0).any(-1)
+        given = routes[:, :, layer]
+        live = chosen[..., :2]
+        replayed = is_needed & (given >= 0).all(-1)
+        free = is_needed & (given < 0).any(-1)
         narrowest = min(narrowest, (highest[..., 1] - highest[..., 2])[is_needed].min().item())
         is_live = (given.unsqueeze(-1) == live.unsqueeze(-2)).any(-1)
         others = int((~is_live[replayed]).sum())
         choices = 2 * int(replayed.sum())
         shares[f"routing/differing_layer_{layer}"] = others / choices
-        known, differing, unknown = known + choices, differing + others, unknown + 2 * int(free.sum())
+        known = known + choices
+        differing = differing + others
+        unknown = unknown + 2 * int(free.sum())
     assert narrowest > 1e-5, "rounding could flip a choice"
     assert 0.2 < differing / known < 0.8
     assert (unknown > 0.1 * (known + unknown)) == (case.replayed == "some")
@@ -146,11 +154,13 @@ def test_known_experts_are_replayed_as_by_megatron(settings):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 8, generator=generator)
     experts = torch.rand(40, 8, generator=generator).topk(3).indices
-    theirs, ours = RouterReplay(), ReplayedRouter(0, torch.device("cpu"))
+    theirs = RouterReplay()
+    ours = ReplayedRouter(0, torch.device("cpu"))
     RouterReplay.global_router_replay_instances.remove(theirs)
     theirs.set_target_indices(experts)
     theirs.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    ours.experts, ours.is_running = experts.short(), True
+    ours.experts = experts.short()
+    ours.is_running = True
     replayed = routed(ours, logits, settings)
     for got, wanted in zip(replayed, routed(theirs, logits, settings), strict=True):
         assert torch.equal(got, wanted)

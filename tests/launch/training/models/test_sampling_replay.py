@@ -47,7 +47,8 @@ def test_every_layout_is_the_reference(ranks, tmp_path, case):
 
 
 def test_the_reference_without_kept_tokens_is_another():
-    objective, data = CASES[0].objective, training_cases.make_data(kept="some")
+    objective = CASES[0].objective
+    data = training_cases.make_data(kept="some")
     whole = training_oracle.update(objective, replace(data, kept=None), *training_cases.weights())
     with pytest.raises(AssertionError, match="gradient of"):
         assert_gradients(whole.gradients[0], training_cases.expected(objective, kept="some").gradients[0], TO_REFERENCE)

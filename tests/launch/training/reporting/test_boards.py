@@ -103,15 +103,20 @@ def records_of(folder):
 
     for path in sorted(glob.glob(f"{folder}/wandb/offline-run-*/*.wandb")):
         with open(path, "rb") as file:
-            data, whole, at, found = file.read(), b"", 7, []
+            data = file.read()
+            whole = b""
+            at = 7
+            found = []
         while at + 7 <= len(data):
             if 32768 - at % 32768 < 7:
                 at += 32768 - at % 32768
                 continue
             _, length, kind = struct.unpack_from("<IHB", data, at)
-            whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+            whole = whole + data[at + 7 : at + 7 + length]
+            at = at + 7 + length
             if kind in (1, 4):
-                record, whole = wandb_internal_pb2.Record.FromString(whole), b""
+                record = wandb_internal_pb2.Record.FromString(whole)
+                whole = b""
                 kind = record.WhichOneof("record_type")
                 found.append((kind, getattr(record, kind)))
         yield found
@@ -187,7 +192,8 @@ def test_weights_and_biases_get_flags_and_versions_sections_and_histograms(logge
 def test_a_run_that_goes_on_goes_on_in_weights_and_biases_whose_failure_costs_a_line(logged):
     (first, then), said, folder = logged
     assert [record.exit_code for record in of_kind(first, "exit")] == [1], "it failed"
-    begun, resumed = of_kind(first, "run")[0].run_id, of_kind(then, "run")[0].run_id
+    begun = of_kind(first, "run")[0].run_id
+    resumed = of_kind(then, "run")[0].run_id
     assert begun == resumed == (folder / "wandb-id.txt").read_text().strip()
     assert [record.step.num for record in of_kind(then, "history")] == [4]
     (line,) = said

@@ -38,7 +38,8 @@ def counted(words):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         trainer.accumulate(prepared, 0)
     config = trainer.config
-    transformer, length = config.transformer, config.training.seq_length
+    transformer = config.transformer
+    length = config.training.seq_length
     width = transformer.num_attention_heads * transformer.kv_channels
     hidden = 3 * config.training.global_batch_size * transformer.num_layers * 2 * length**2 * width
     return step_flops(config), counter.get_total_flops(), hidden

@@ -119,7 +119,8 @@ def test_lines_that_are_no_rows_are_left_out(written, line):
 
 
 def test_rows_are_appended_and_what_is_no_number_is_left_out_of_one(written):
-    before, times = written.stat().st_ino, written.stat().st_mtime
+    before = written.stat().st_ino
+    times = written.stat().st_mtime
     write(written, 7, {"step": 8})
     assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert written.stat().st_ino == before, "nothing had to go, so the file was not written anew"
