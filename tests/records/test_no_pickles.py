@@ -17,7 +17,6 @@ PICKLES = {
     "launch/rewards/pool.py",
     "launch/rewards/worker.py",
     "launch/training/checkpoints/unpickling.py",
-    "launch/training/checkpoints/pieces.py",
     "megatron_rc/records/tensor_files.py",
 }
 

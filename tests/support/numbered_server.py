@@ -16,6 +16,9 @@ from transformers.utils import logging
 
 from tests.support.numbered_rollouts import CHARACTERS
 
+# transformers replaces a method of its models while it reads one: two servers must not read at the same time.
+READING = threading.Lock()
+
 
 def number_of(token_ids):
     """The number that a prompt spells; the first three tokens of the vocabulary are no digits."""
@@ -49,9 +52,9 @@ class NumberedServer(ThreadingHTTPServer):
             case "/server_info":
                 return 200, {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
             case "/collective_rpc":
-                self.model = AutoModelForCausalLM.from_pretrained(
-                    body["kwargs"]["weights_path"], dtype=torch.float32
-                ).eval()
+                with READING:
+                    model = AutoModelForCausalLM.from_pretrained(body["kwargs"]["weights_path"], dtype=torch.float32)
+                self.model = model.eval()
                 return 200, {"results": [None]}
             case "/reset_prefix_cache":
                 return 200, {"success": True}

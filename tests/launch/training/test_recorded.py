@@ -7,7 +7,7 @@ import torch
 
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags, recorded_batch
 from tests.support.training_runs import LIVE, rows, run_training
 
@@ -32,12 +32,13 @@ def test_recorded_rollouts_of_other_dtypes_reach_every_rank(ranks, tmp_path, rec
 
 
 def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path, record):
-    def run(*more):
+    def refuse(message, *more):
         words = flags(tmp_path, *LIVE, f"--load-rollouts={record.parent}", "--train-iters=1", *more)
-        return ranks.run(run_training, Layout(), words)[0]
+        with pytest.raises(RankFailure, match=message):
+            ranks.run(run_training, Layout(), words)
 
-    assert "16 sequences, the flags ask for 32" in run("--grpo-prompts-per-step=8")
-    assert "--seq-length 8 is too short: sample " in run("--seq-length=8", "--max-response-length=4")
-    assert "--rl-default-temperature is 0.5: set it alike" in run("--rl-default-temperature=0.5")
+    refuse("16 sequences, the flags ask for 32", "--grpo-prompts-per-step=8")
+    refuse("--seq-length 8 is too short: sample ", "--seq-length=8", "--max-response-length=4")
+    refuse(r"--rl-default-temperature is 0\.5: set it alike", "--rl-default-temperature=0.5")
     record.write_bytes(record.read_bytes()[:-20])
-    assert "the rollout of step 0 failed: ValueError" in run()
+    refuse("the rollout of step 0 failed: ValueError")

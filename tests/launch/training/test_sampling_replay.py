@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags
 from tests.support.training_runs import LIVE, rows, run_training
 
@@ -59,5 +59,5 @@ def test_recorded_supports_train_as_the_sampled_ones_did(ranks, tmp_path):
     for one, other in zip(written, read, strict=True):
         for name in ("loss/total", "grad_norm", "policy/entropy"):
             assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-9), name
-    error, _ = outcome(ranks, tmp_path / "other", Layout(dp=2), load)
-    assert "were sampled at top_p 0.8, --rollout-top-p is 1.0: set it alike" in error
+    with pytest.raises(RankFailure, match=r"were sampled at top_p 0\.8, --rollout-top-p is 1\.0: set it alike"):
+        outcome(ranks, tmp_path / "other", Layout(dp=2), load)

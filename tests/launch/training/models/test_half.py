@@ -1,10 +1,12 @@
 """--fp16 takes float32's steps to float16's precision; a step whose scaled gradients overflow is left out."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checks.step_checks import LeftOut
 from tests.support.ranks import Layout
@@ -73,14 +75,19 @@ FALLING = [128.0, 64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0]
 def test_steps_in_a_row_end_a_run_whose_scale_cannot_fall(tmp_path, more, scales):
     config = run_config(flags(tmp_path, "--fp16", "--max-skipped-steps=3", *more.split()))
     trainer = SimpleNamespace(config=config, iteration=0, left_out=LeftOut())
-    judge = BadSteps(config, trainer, None)
-    complaints = []
-    for scale in scales:
-        trainer.update = lambda *_, scale=scale: {"loss_scale": scale}
-        row = judge.update(None, object(), 0, 0)
-        trainer.iteration, trainer.left_out.steps = trainer.iteration + 1, trainer.left_out.steps + 1
-        complaints.append(judge.complaint(row))
-    *before, last = complaints
-    assert set(before) == {None}
+    steps = BadSteps(config, trainer, None)
+
+    def leave_out(scale):
+        """Leave one step out, whose loss scale was this."""
+        trainer.update = lambda *_: {"loss_scale": scale}
+        row = steps.update(None, object(), 0, 0)
+        trainer.iteration += 1
+        trainer.left_out.steps += 1
+        steps.check(row)
+
+    for scale in scales[:-1]:
+        leave_out(scale)
     name = "loss-scale" if "--loss-scale" in more else "initial-loss-scale"
-    assert f"scaled gradients were out of float16's range: give --{name} below {scales[-1]:g}" in last
+    expected = f"scaled gradients were out of float16's range: give --{name} below {scales[-1]:g}"
+    with pytest.raises(RunError, match=re.escape(expected)):
+        leave_out(scales[-1])
