@@ -1,7 +1,7 @@
 """What the site has beside what its Markdown files say: it is read from the code when ``make docs`` builds.
 
-Two pages have a comment ``<!-- made by ... -->`` in the place of a list that would be out of date as soon as it was
-written. On GitHub such a page says where else the list can be read. Each name of docs/api.md becomes its docstring, and
+docs/flags.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they were
+written. On GitHub the page says where else the lists can be read. Each name of docs/api.md becomes its docstring, and
 the tables of docs/index.md the table of contents.
 """
 
@@ -77,12 +77,12 @@ def flags() -> Iterator[str]:
         for group in parser._action_groups:
             actions = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
             if actions:
-                yield f"## {group.title}\n"
+                yield f"### {group.title}\n"
                 for action in actions:
                     yield from _flag(parser, action)
-    yield "## Other commands\n"
+    yield "### Other commands\n"
     for name in COMMANDS:
-        yield f"### {name.replace('.', ': ')}\n\n```text\n{help_of(f'megatron_rc.{name}')}```\n"
+        yield f"#### {name.replace('.', ': ')}\n\n```text\n{help_of(f'megatron_rc.{name}')}```\n"
 
 
 def _flag(parser: argparse.ArgumentParser, action: argparse.Action) -> Iterator[str]:
@@ -117,7 +117,7 @@ def launch_files() -> Iterator[str]:
     for path in sorted((ROOT / "configs" / "launch").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         yaml.safe_load(text)
-        yield f"## {path.stem}\n\n```yaml\n{text}```\n"
+        yield f"### {path.stem}\n\n```yaml\n{text}```\n"
 
 
 _MAKERS: dict[str, Callable[[], Iterator[str]]] = {"flags": flags, "launch_files": launch_files}

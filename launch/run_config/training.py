@@ -271,7 +271,7 @@ class LoggingSection(Section):
         not_negative=True,
         most=2,
     )
-    profile: bool = option("record some optimizer steps with PyTorch's profiler; see docs/runs.md")
+    profile: bool = option("record some optimizer steps with PyTorch's profiler; see docs/launching.md")
     profile_step_start: int | None = option(
         "optimizer steps before the profiler records; default: 10", not_negative=True
     )

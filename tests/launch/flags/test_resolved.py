@@ -95,8 +95,8 @@ def test_another_file_of_the_run_is_kept(tmp_path):
 
 
 def test_print_config_prints_and_starts_nothing(tmp_path, capsys):
-    """The command of docs/runs.md, but for the interpreter's start."""
-    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    """The command of docs/launching.md, but for the interpreter's start."""
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^python -m megatron_rc.launch (.*--print-config.*) > my_run.yaml$", text, re.MULTILINE)
     with pytest.raises(SystemExit) as end:
         main(shlex.split(command))

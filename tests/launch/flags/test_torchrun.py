@@ -55,7 +55,7 @@ def test_torchruns_own_flags_reach_it_in_either_spelling(tmp_path):
 
 def test_the_command_of_the_documents_is_handed_on(tmp_path, monkeypatch):
     have(monkeypatch, cores=1)
-    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"```bash\n.*launch (--nnodes .*?)```", text, re.DOTALL)
     words = command.replace("\\\n", " ").replace("DIR", str(tmp_path)).split()
     found = handed_on(tmp_path, *words[: words.index("--config")])

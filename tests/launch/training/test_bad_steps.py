@@ -170,8 +170,8 @@ def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, en
 
 
 def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
-    """Weights of 10,000: all tokens are equally likely. The guards of docs/runs.md see nothing."""
-    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    """Weights of 10,000: all tokens are equally likely. The guards of docs/launching.md see nothing."""
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (command,) = re.findall(
         r"^python -m megatron_rc.launch --nproc-per-node 4 (.* --stop-if [^`]*)", text, re.MULTILINE
     )
