@@ -1,4 +1,4 @@
-"""``python -m megatron_rc.replay BATCHES [--preset A --preset B]``: see docs/replay.md."""
+"""``python -m megatron_rc.replay BATCHES [--preset A --preset B]``: see docs/doctor.md."""
 
 from __future__ import annotations
 

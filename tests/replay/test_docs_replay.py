@@ -1,4 +1,4 @@
-"""docs/replay.md: its commands run as they are written."""
+"""The commands of replay in docs/doctor.md run as they are written."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
-    text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8").partition("\n## Replay\n")[2]
     (commands,) = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     launch, *replays = commands.splitlines()
     words = shlex.split(launch)
