@@ -167,6 +167,12 @@ def ten_policies(length):
     return biases, second_moments, mean_distance
 
 
+def test_the_tests_that_the_page_names_are_here():
+    names = set(re.findall(r"`(test_\w+)`", PAGE))
+    assert len(names) > 20
+    assert names <= globals().keys()
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_page_has_the_biases_and_second_moments(length):
     biases, second_moments, _ = ten_policies(length)

@@ -38,16 +38,6 @@ def test_the_program_says_so(quoted):
     assert not is_said("checkpoint … is broken")
 
 
-def test_every_sentence_of_the_table_is_met_again_or_explained():
-    """A row leads to an entry of this page, and no entry quotes a sentence that the table lacks."""
-    rows = re.findall(r'^\| "(.+)" \| \[(.+)\]\(#(.+)\) \|$', TEXT, flags=re.MULTILINE)
-    headings = re.findall(r"^### (.+)$", TEXT, flags=re.MULTILINE)
-    assert len(rows) > 15
-    assert {heading for _, heading, _ in rows} <= set(headings)
-    in_entries = set(re.findall(r'"([^"]+)"', TEXT[TEXT.index("## The two policies") :].replace("\n", " ")))
-    assert in_entries <= {sentence for sentence, *_ in rows}
-
-
 def test_presets_and_metrics_exist():
     for name in re.findall(r"`((?:decoupled|bypass|trust)_\w+)`", TEXT):
         assert RolloutCorrectionConfig.preset(name)
