@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ class CheckpointParameters(Mapping[str, Tensor]):
         tensor = torch.empty_like(sharded.data, device="cpu")
         parts = {str(number): _as_region(part) for number, part in enumerate(_parts(sharded, tensor))}
         try:
-            dist_checkpointing.load(parts, str(self._folder), validate_access_integrity=False)
+            with warnings.catch_warnings():
+                # Newer versions of Megatron-Core and PyTorch say that this process is alone, which is meant.
+                warnings.simplefilter("ignore", UserWarning)
+                dist_checkpointing.load(parts, str(self._folder), validate_access_integrity=False)
         except (Exception, CheckpointException) as error:  # errors of many kinds; CheckpointException is no Exception
             raise ValueError(f"{self._folder}: {name} cannot be read ({reason_of(error)})") from error
         return tensor

@@ -227,15 +227,9 @@ def test_an_older_version_has_no_such_model(tmp_path):
 
 
 @needs_hybrid
-def test_a_setting_that_only_the_gpt_model_reads_is_refused(tmp_path):
-    with refused("--model hybrid | --defer-embedding-wgrad-compute"):
-        run_config(flags(tmp_path, HYBRID, "--defer-embedding-wgrad-compute"), engine=False)
-
-
-@needs_hybrid
 def test_a_bridge_of_gpt_names_is_refused(tmp_path):
     config = run_config(flags(tmp_path, HYBRID))
     files = {"weights_bridge": "mbridge"}
     model = {"transformer_impl": "transformer_engine"}
-    with refused("--weights-bridge mbridge | --model hybrid | --model gpt"):
+    with refused("--weights-bridge mbridge | GPTModel | --model gpt"):
         check_bridge(config.changed(checkpoints=files, model=model), samples=True)
