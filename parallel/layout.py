@@ -9,7 +9,6 @@ ranks a sequence has 2·cp equal chunks, and rank r holds chunks r and 2·cp-1-r
 
 from __future__ import annotations
 
-import functools
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +29,6 @@ LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
     """Copy indices from the host to a device, without waiting for the work that a GPU still has to do."""
     return indices.to(device, non_blocking=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _offsets(length: int, device: torch.device) -> Tensor:
-    """Return 0, 1, …, length - 1, [length] int64, made once for each length of padded rows."""
-    return torch.arange(length, device=device)
 
 
 def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zigzag") -> Tensor:
@@ -456,10 +449,8 @@ class SequenceLayout:
             int64, [length] for a block of equally long sequences, which share it, else flat [t].
         """
         length: int | Tensor = block.shape[-1]
-        if block.lengths is None:
-            offsets = _offsets(block.shape[-1], device)
-        else:
-            offsets = torch.arange(block.shape[-1], device=device)
+        offsets = torch.arange(block.shape[-1], device=device)
+        if block.lengths is not None:
             starts = block.lengths.cumsum(0) - block.lengths
             offsets = offsets - torch.repeat_interleave(starts, block.lengths, output_size=block.shape[0])
             length = torch.repeat_interleave(block.lengths, block.lengths, output_size=block.shape[0])
