@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_rc.launch import export
+from megatron_rc.launch.checkpoint_folders import put_in_place
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.training import hugging_face
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
@@ -316,20 +317,17 @@ def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words):
 
 def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
     target = tmp_path / "out"
-    own = tmp_path / "own"
-    part = own / "new"
-    old = own / "old"
-    own.mkdir()
+    partial = tmp_path / "partial"
+    older = tmp_path / "older"
     target.mkdir()
     (target / "config.json").write_text("old")
     with pytest.raises(FileNotFoundError):
-        hugging_face._put_in_place(part, target, old)
+        put_in_place(partial, target, older)
     assert (target / "config.json").read_text() == "old"
-    part.mkdir()
-    hugging_face._put_in_place(part, target, old)
+    partial.mkdir()
+    put_in_place(partial, target, older)
     assert not list(target.iterdir())
-    # Not under the name that keeps the export's own folder from being removed.
-    assert [path.name for path in own.iterdir()] == ["replaced"]
+    assert (older / "config.json").read_text() == "old"
 
 
 def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
