@@ -19,10 +19,7 @@ from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, save_initial, share
-from tests.support.runs import SMALL as SMALL_RUN
-from tests.support.runs import TWO as RUN_OF_TWO
 from tests.support.runs import finish, launch, start
-from tests.support.runs import steps as rows_without_times
 from tests.support.training_runs import LIVE, agreed, equal, rows, run_training, small_files, weights_of, without_times
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--micro-batch-size=8"]
@@ -176,11 +173,12 @@ def test_a_background_save_has_the_weights_of_its_beginning(ranks, tmp_path):
 
 
 def run_where_it_is_full_for_a_while(words):
-    """A run whose disk is full at the first checkpoint."""
+    """A run whose last rank has no room for the first checkpoint."""
     write = FileSystemWriter.write_data
+    is_last_rank = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
     def full(writer, plan, planner):
-        if "iter_0000001" in str(writer.path):
+        if "iter_0000001" in str(writer.path) and is_last_rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(writer.path))
         return write(writer, plan, planner)
 
@@ -189,7 +187,7 @@ def run_where_it_is_full_for_a_while(words):
 
 
 def test_a_save_that_fails_on_the_way_does_not_end_a_run_that_continues(ranks, tmp_path):
-    """In the background as well, where the failure is found later."""
+    """On one rank, which all hear of; in the background as well, where the failure is found later."""
     layout = Layout(dp=2)
     for more in ([], ["--async-save"]):
         folder = tmp_path / f"save{len(more)}"
@@ -228,28 +226,24 @@ def test_a_file_system_that_stands_still_ends_the_save(ranks, tmp_path):
 
 
 @pytest.mark.processes
-def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(tmp_path):
+def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(ranks, tmp_path):
     """Its half checkpoint is ignored by the next start, which takes the steps of a run that nobody killed."""
     folder = tmp_path / "save"
-    words = ["--nproc-per-node=2", *SMALL_RUN, *RUN_OF_TWO, "--train-iters=4", "--lr-decay-iters=4"]
-    words += ["--save-interval=1"]
-    files = [f"--runs-dir={tmp_path}/runs", f"--save={folder}", f"--load={folder}"]
-    process = start(launch(*words, *files), env=os.environ | {"PYTHONPATH": str(sitecustomize(tmp_path))})
-    code, _, errors = finish(process, 300)
+    words = [*LIVE, *TWO.flags(), "--train-iters=3"]
+    files = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
+    killed = launch("--nproc-per-node=2", *flags(tmp_path / "killed", *words, *files))
+    environment = {"PYTHONPATH": str(sitecustomize(tmp_path)), "OMP_NUM_THREADS": "1"}
+    code, _, errors = finish(start(killed, env=os.environ | environment))
     assert code == 1, errors
     assert (folder / "iter_0000002.partial").is_dir()
     assert iterations(folder) == [1]
     assert checked_checkpoint(folder) == (1, iteration_folder(folder, 1))
 
-    code, _, errors = finish(start(launch(*words, *files)), 300)
-    assert code == 0, errors
-    assert iterations(folder) == [1, 2, 3, 4]
+    assert ranks.run(run_training, TWO, flags(tmp_path / "killed", *words, *files)) == [None, None]
+    assert iterations(folder) == [1, 2, 3]
     assert not (folder / "iter_0000002.partial").exists()
-    whole = [f"--runs-dir={tmp_path}/whole", f"--save={tmp_path}/whole/save"]
-    code, _, errors = finish(start(launch(*words, *whole)), 300)
-    assert code == 0, errors
-    runs = tmp_path / "runs" / "count_up", tmp_path / "whole" / "count_up"
-    assert rows_without_times(runs[0]) == rows_without_times(runs[1]), "to the last digit"
+    assert ranks.run(run_training, TWO, flags(tmp_path / "whole", *words)) == [None, None]
+    assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole"), "to the last digit"
 
 
 def sitecustomize(folder):
