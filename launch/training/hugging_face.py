@@ -144,8 +144,8 @@ def _names_ends(eos_token_id: Any, text: Text) -> bool:
 def _origin(config: RunConfig, text: Text, name: str) -> Path | None:
     """Path of a file of ``--load-hf``'s model, searched beside the tokenizer first; None if there is none."""
     source = config.checkpoints.load_hf
-    other = config.task.tokenizer_model
+    tokenizer_model = config.task.tokenizer_model
     if source is None or not isinstance(text, HuggingFaceText):
         return None
-    folders = [text.folder, *([Path(source)] if other in (None, source) else [])]
+    folders = [text.folder, *([Path(source)] if tokenizer_model in (None, source) else [])]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
