@@ -17,7 +17,7 @@ from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder, ite
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, save_initial, share
 from tests.support.runs import finish, launch, start
 from tests.support.training_runs import LIVE, agreed, equal, rows, run_training, small_files, weights_of, without_times
@@ -196,6 +196,45 @@ def test_a_save_that_fails_on_the_way_does_not_end_a_run_that_continues(ranks, t
         run_folder = tmp_path / str(len(more))
         assert ranks.run(run_where_it_is_full_for_a_while, layout, flags(run_folder, *words)) == [None, None]
         assert iterations(folder) == [2, 3]
+
+
+def save_in_folder_of_rank(words, folder):
+    """Save as on machines that do not share ``--save``; return the error."""
+    trainer = make_trainer([*words, f"--save={folder}/{torch.distributed.get_rank()}"])
+    with pytest.raises(saving.SaveError) as failure:
+        trainer.save()
+    torch.distributed.barrier()
+    return str(failure.value)
+
+
+def test_a_folder_that_the_machines_do_not_share_is_refused(ranks, tmp_path):
+    """A checkpoint of which each machine has a part could not be loaded."""
+    errors = ranks.run(save_in_folder_of_rank, TWO, flags(tmp_path, *SMALL, *TWO.flags()), str(tmp_path))
+    for error in errors:
+        assert "rank 0 does not see __1_0.distcp of another rank: give a folder that all machines share" in error
+    assert iterations(tmp_path / "0") == []
+
+
+def save_without_memory(words):
+    """Save where rank 1 has no memory for its state, before the ranks compare theirs."""
+    trainer = make_trainer(words)
+    state = saving.Kept.state
+
+    def state_of_rank(kept, **options):
+        if torch.distributed.get_rank() == 1:
+            raise MemoryError("no memory for the state")
+        return state(kept, **options)
+
+    with mock.patch.object(saving.Kept, "state", state_of_rank):
+        trainer.save()
+
+
+def test_a_rank_that_cannot_make_its_state_ends_at_once(ranks, tmp_path):
+    """Rather than when the other rank's wait for it is over, with an error of that wait."""
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match="MemoryError: no memory for the state"):
+        ranks.run(save_without_memory, TWO, flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *TWO.flags()))
+    assert time.monotonic() - began < 40
 
 
 def stand_still(writer, plan, planner):
