@@ -147,5 +147,7 @@ def _origin(config: RunConfig, text: Text, name: str) -> Path | None:
     tokenizer_model = config.task.tokenizer_model
     if source is None or not isinstance(text, HuggingFaceText):
         return None
-    folders = [text.folder, *([Path(source)] if tokenizer_model in (None, source) else [])]
+    folders = [text.folder]
+    if tokenizer_model in (None, source):
+        folders.append(Path(source))
     return next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -141,12 +141,12 @@ def test_a_background_save_goes_on_like_one_in_the_foreground(ranks, tmp_path):
     save = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
-    for place, more in (
+    for run_folder, more in (
         (whole, ["--train-iters=3"]),
         (broken, ["--train-iters=2", "--async-save", *save]),
         (broken, ["--train-iters=3", "--keep-last=2", *save]),
     ):
-        assert ranks.run(run_training, TWO, flags(place, *words, *more)) == [None, None]
+        assert ranks.run(run_training, TWO, flags(run_folder, *words, *more)) == [None, None]
     assert iterations(folder) == [2, 3]
     assert without_times(broken) == without_times(whole)
     assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [2]
