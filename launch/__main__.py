@@ -66,32 +66,32 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     Raises:
         ConfigurationError: as in ``configure``.
     """
-    # ``mine``: the flags of torchrun and of this launcher; ``flags``: the words that the ranks will read.
-    mine, flags = torchrun_parser().parse_known_args(words)
-    if mine.help or mine.help_all:
-        sys.stdout.write(whole_help() if mine.help_all else short_help())
+    # ``launcher_args``: the flags of torchrun and of this launcher; ``flags``: the words that the ranks will read.
+    launcher_args, flags = torchrun_parser().parse_known_args(words)
+    if launcher_args.help or launcher_args.help_all:
+        sys.stdout.write(whole_help() if launcher_args.help_all else short_help())
         sys.exit(0)
-    machines = machines_of(mine)
-    if mine.dry_run:
+    machines = machines_of(launcher_args)
+    if launcher_args.dry_run:
         typed = {word.partition("=")[0][2:].replace("_", "-") for word in words if word.startswith("--")}
         meant = None if {"nproc-per-node", "nnodes"} & typed else processes_meant(flags)
         # Eight GPUs on each machine, if only the launch file gives the number of processes.
         num_machines = math.ceil(meant / 8) if meant else machines.most
-        _dry_run(mine, flags, meant or machines.world_sizes()[-1], num_machines)
+        _dry_run(launcher_args, flags, meant or machines.world_sizes()[-1], num_machines)
         sys.exit(0)
     # Check every number of machines that the run may begin with; ranks check the real one.
     for size in machines.world_sizes():
-        config, _ = configure(flags, size, folders=not mine.print_config)
-    _check_restarts(mine, machines, config.checkpoints)
-    if mine.print_config:
+        config, _ = configure(flags, size, folders=not launcher_args.print_config)
+    _check_restarts(launcher_args, machines, config.checkpoints)
+    if launcher_args.print_config:
         _say_unused(config)
         sys.stdout.write(settings_text(config, Path("FILE")))
         sys.exit(0)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machines.processes)))
-    return [*words_for_torchrun(mine, machines), "--module", module, *flags]
+    return [*words_for_torchrun(launcher_args, machines), "--module", module, *flags]
 
 
-def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, num_machines: int) -> None:
+def _dry_run(launcher_args: argparse.Namespace, flags: Sequence[str], world_size: int, num_machines: int) -> None:
     """Check the flags as for another machine, and print what the run needs: batches, memory, places of the ranks.
 
     Raises:
@@ -105,8 +105,8 @@ def _dry_run(mine: argparse.Namespace, flags: Sequence[str], world_size: int, nu
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
 
-    findings = examine(config, task, missing, num_machines, mine.device_memory_gib)
-    text = json.dumps(findings.as_mapping(), indent=2) if mine.json else "\n".join(findings.in_words())
+    findings = examine(config, task, missing, num_machines, launcher_args.device_memory_gib)
+    text = json.dumps(findings.as_mapping(), indent=2) if launcher_args.json else "\n".join(findings.in_words())
     sys.stdout.write(f"{text}\n")
 
 
@@ -116,12 +116,12 @@ def _say_unused(config: RunConfig) -> None:
         sys.stderr.write(f"{visible(unused_in_words(config))}\n")
 
 
-def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
+def _check_restarts(launcher_args: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
     """Refuse flags by which ranks that are started again could not go on from the newest checkpoint."""
-    if mine.max_restarts:
-        flag = f"--max-restarts {mine.max_restarts}"
+    if launcher_args.max_restarts:
+        flag = f"--max-restarts {launcher_args.max_restarts}"
     elif machines.fewest < machines.most:
-        flag = f"--nnodes {mine.nnodes}"
+        flag = f"--nnodes {launcher_args.nnodes}"
     else:
         return
     if not (files.is_save(files.load) and files.save_interval):

@@ -76,17 +76,22 @@ def complete(folder: str | Path, iteration: int) -> None:
     """Give a checkpoint its name and write its number to the tracker file; both have then reached the disk."""
     final = iteration_folder(folder, iteration)
     older = final.with_suffix(_REPLACED)
+    put_in_place(partial_folder(folder, iteration), final, older)
+    _sync_folder(Path(folder))
+    write_durably(Path(folder) / TRACKER, str(iteration))
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def put_in_place(partial: Path, final: Path, older: Path) -> None:
+    """Rename ``partial`` to ``final``; a folder of that name moves to ``older``, and back if the renaming fails."""
     if final.exists():
         final.rename(older)
     try:
-        partial_folder(folder, iteration).rename(final)
+        partial.rename(final)
     except OSError:
         if older.exists():
             older.rename(final)
         raise
-    _sync_folder(Path(folder))
-    write_durably(Path(folder) / TRACKER, str(iteration))
-    shutil.rmtree(older, ignore_errors=True)
 
 
 def prune(folder: str | Path, newest: int, keep_last: int, keep_every: int | None) -> None:

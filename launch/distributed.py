@@ -61,20 +61,20 @@ def _make_user_buffers(config: RunConfig) -> None:
     """Make Transformer Engine's buffers for ``--tp-comm-overlap``, with Megatron-LM's arguments."""
     from transformer_engine.pytorch.module import base
 
-    given = config.megatron.given
+    flags = config.megatron.given
     training = config.training
-    kinds: dict[str, Any] = {"use_fp8": "fp8" in given}
+    kinds: dict[str, Any] = {"use_fp8": "fp8" in flags}
     modes = getattr(base, "UserBufferQuantizationMode", None)  # of Transformer Engine 2.7 and later
     if modes is not None:
-        kinds = {"quantization_modes": [modes.FP8 if "fp8" in given else modes.NONE]}
-        if "fp8" in given and given.get("first_last_layers_bf16"):
+        kinds = {"quantization_modes": [modes.FP8 if "fp8" in flags else modes.NONE]}
+        if "fp8" in flags and flags.get("first_last_layers_bf16"):
             kinds["quantization_modes"].append(modes.NONE)
     tokens = training.micro_batch_size * training.seq_length // config.parallel.context_parallel_size
     base.initialize_ub(
         shape=[tokens, config.transformer.hidden_size],
         tp_size=config.parallel.tensor_model_parallel_size,
         ub_cfgs={},
-        bootstrap_backend=given.get("tp_comm_bootstrap_backend", "nccl"),
+        bootstrap_backend=flags.get("tp_comm_bootstrap_backend", "nccl"),
         **kinds,
     )
 

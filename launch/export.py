@@ -83,14 +83,16 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
         training = config.training
         response = config.rollouts.max_response_length
         return make_task(task.task, training.seed, None, training.seq_length, response).text
-    known = folder or task.tokenizer_model or files.load_hf
-    if known is None or not Path(known).is_dir():
-        raise ConfigurationError(f"the run's tokenizer was in {known}, which is not there: give --tokenizer-model DIR")
-    text = HuggingFaceText(known, chat=False)
+    tokenizer_folder = folder or task.tokenizer_model or files.load_hf
+    if tokenizer_folder is None or not Path(tokenizer_folder).is_dir():
+        raise ConfigurationError(
+            f"the run's tokenizer was in {tokenizer_folder}, which is not there: give --tokenizer-model DIR"
+        )
+    text = HuggingFaceText(tokenizer_folder, chat=False)
     if text.size > config.model.vocab_size:
         raise ConfigurationError(
-            f"the tokenizer in {known} has {text.size} tokens, the model {config.model.vocab_size}: give the one that "
-            "the run had as --tokenizer-model DIR"
+            f"the tokenizer in {tokenizer_folder} has {text.size} tokens, the model {config.model.vocab_size}: give "
+            "the one that the run had as --tokenizer-model DIR"
         )
     return text
 

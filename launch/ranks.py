@@ -225,9 +225,9 @@ def failed(
 
     A failure after the last save costs nothing, so its outcome is 0 with a line. Arguments: see :func:`ended`.
     """
-    kept = {message.rank for message in told if message.is_kept}
+    ranks_without_loss = {message.rank for message in told if message.is_kept}
     outcome = _first_failure(failures, told)
-    if len(kept) == num_ranks:
+    if len(ranks_without_loss) == num_ranks:
         return Outcome(0, f"the run is over and nothing is lost; afterwards {outcome.words.removeprefix('error: ')}")
     # The launcher's signal ends ranks that are still starting; others may tell that they lost a connection.
     if sent is not None and any(-failure.exitcode == SAVE_AND_END for failure in failures.values()):

@@ -177,8 +177,13 @@ def cpu_backend() -> Iterator[None]:
     from megatron_rc.launch.training.models import cpu
 
     # A checkout of Megatron-LM has no distribution.
-    lacks_triton = any(found.version.startswith("0.16.") for found in distributions(name="megatron-core"))
-    with hidden("transformer_engine", "apex", *["triton"] * lacks_triton):
+    runs_without_triton = any(
+        installed.version.startswith("0.16.") for installed in distributions(name="megatron-core")
+    )
+    packages = ["transformer_engine", "apex"]
+    if runs_without_triton:
+        packages.append("triton")
+    with hidden(*packages):
         with cpu.without_compiler(), hidden("wandb"):
             import megatron_rc.launch.training.loop  # noqa: F401
         with cpu.cpu_backend():

@@ -19,7 +19,7 @@ LIBRARY = (
 )
 # What stands in one row does not know of each other.
 _LAUNCH = """
-errors checkpoint_folders ending resolved_file environment loopback own_folders phases set_aside standard_error
+errors checkpoint_folders ending resolved_file environment loopback phases set_aside standard_error
 transformers4
 python_specs lost_ranks stopping
 ranks

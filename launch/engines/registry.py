@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rc.launch.engines import RolloutEngine
+from megatron_rc.launch.engines import EngineError, RolloutEngine
 from megatron_rc.launch.engines.requests import API_KEY, Retries
 from megatron_rc.launch.engines.vllm_args import read_engine_args
-from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
 from megatron_rc.launch.tasks import Text
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from megatron_rc.launch.engines.server_client import ServerClient
     from megatron_rc.launch.engines.weight_sender import WeightSender
 
-_PREFIX = "rollout-weights-"
 _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
 
 
@@ -65,8 +63,6 @@ class EngineKind:
 def make_engine(config: RunConfig, text: Text, replica: int) -> RolloutEngine:
     """Make the engine of one data-parallel replica, on its first rank."""
     model = family_of(config).hugging_face_config(config)
-    # Killed runs leave a whole model each in memory, whichever engine this run uses.
-    remove_left_behind(_memory(), _PREFIX)
     return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, text, replica))
 
 
@@ -195,7 +191,9 @@ def served_model(config: RunConfig, text: Text, replica: int) -> ModelDirectory:
     from megatron_rc.launch.engines.model_directory import ModelDirectory
 
     model = family_of(config).hugging_face_config(config)
-    return ModelDirectory(_place(config, replica), model, text.ends.eos_token_id)
+    return ModelDirectory(
+        _replica_folder(str(config.engine.rollout_weights_dir), replica), model, text.ends.eos_token_id
+    )
 
 
 _TO_SERVERS = ("rollout_url", "rollout_weights_dir")
@@ -219,17 +217,38 @@ def _directory(inputs: EngineInputs, dtype: str | None = None) -> ModelDirectory
     """The replica's directory of weights, rounded to ``dtype``; without ``--rollout-weights-dir`` removed at exit."""
     from megatron_rc.launch.engines.model_directory import ModelDirectory
 
-    path = _place(inputs.config, inputs.replica)
+    weights_dir = inputs.config.engine.rollout_weights_dir
+    if weights_dir is None:
+        weights_dir = str(_folder_in_memory(inputs.config, inputs.replica))
+    path = _replica_folder(weights_dir, inputs.replica)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = inputs.text
     return ModelDirectory(path, inputs.model, text.ends.eos_token_id, dtype, save_tokenizer=text.save)
 
 
-def _place(config: RunConfig, replica: int) -> Path:
-    """Path of a replica's directory."""
-    name = f"replica-{replica}"
-    if config.engine.rollout_weights_dir is not None:
-        return Path(config.engine.rollout_weights_dir) / name
-    folders = contextlib.ExitStack()
-    atexit.register(folders.close)
-    return folders.enter_context(own_folder(_memory(), _PREFIX)) / name
+def _replica_folder(weights_dir: str, replica: int) -> Path:
+    """Path of a replica's directory of weights."""
+    return Path(weights_dir) / f"replica-{replica}"
+
+
+def _folder_in_memory(config: RunConfig, replica: int) -> Path:
+    """Make a folder in memory for a replica's weights, which is removed at exit.
+
+    Its name follows from the run's folder, so that the next start of a killed run replaces what that run left. The
+    numbers of device and file also tell containers apart that share memory. Only one live run has a run's folder, see
+    :func:`~megatron_rc.launch.training.checks.folder_locks.in_use`.
+
+    Raises:
+        EngineError: the folder cannot be made, as when another user has one of that name.
+    """
+    run_folder = Path(config.launch.runs_dir) / config.launch.run_name
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)  # on machines that do not share it
+        status = run_folder.stat()
+        folder = Path(_memory()) / f"rollout-weights-{status.st_dev}-{status.st_ino}-{replica}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise EngineError(f"no folder in memory for rollout weights ({error}): give --rollout-weights-dir") from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

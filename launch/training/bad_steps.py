@@ -137,8 +137,8 @@ class BadSteps:
 
     def _searches_scale(self, row: Mapping[str, float]) -> bool:
         """Whether Megatron still searches a loss scale: it starts high and halves at each overflow."""
-        given = self.config.megatron.given
-        return given.get("loss_scale") is None and row.get("loss_scale", 0) > given.get("min_loss_scale", 1.0)
+        flags = self.config.megatron.given
+        return flags.get("loss_scale") is None and row.get("loss_scale", 0) > flags.get("min_loss_scale", 1.0)
 
     @property
     def _was_without_signal(self) -> bool:

@@ -230,7 +230,7 @@ def _without_head(chunk: torch.nn.Module) -> torch.nn.Module:
 
 def _as_of_the_critic(config: RunConfig, critic: CriticSection) -> RunConfig:
     """Settings with the critic's learning-rate flags instead of the policy's."""
-    given = {name: value for name, value in config.megatron.given.items() if not name.startswith("decoupled_")}
+    megatron_flags = {name: value for name, value in config.megatron.given.items() if not name.startswith("decoupled_")}
     return config.changed(
         optimizer={"lr": critic.critic_lr, "min_lr": critic.critic_min_lr},
         schedule={
@@ -240,5 +240,5 @@ def _as_of_the_critic(config: RunConfig, critic: CriticSection) -> RunConfig:
             "lr_warmup_init": 0.0,
             "lr_wsd_decay_iters": None,
         },
-        megatron={"given": given},
+        megatron={"given": megatron_flags},
     )

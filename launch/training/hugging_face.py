@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_rc.launch.checkpoint_folders import put_in_place
 from megatron_rc.launch.errors import RunError
-from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.tasks.text import HuggingFaceText
@@ -35,34 +35,26 @@ def write_directory(
     ``weights`` are all the model's, by Hugging Face name, and are read one at a time. An older directory is replaced at
     the end. Returns the bytes of the weights; ValueError if a file cannot be written or a weight is not the model's.
     """
+    partial = target.parent / f".{target.name}.partial"
+    older = target.parent / f".{target.name}.replaced"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Only files in this own folder are removed; an old target that could not be put back stays.
-        with own_folder(target.parent, ".megatron-rc-", spare="old") as own:
-            part = own / "new"
-            part.mkdir()
-            model = empty_model(_describe(part, config, text))
-            size = write_tensors(part, checked(weights, checkpoint_tensors(model)), shard_bytes)
-            _put_in_place(part, target, own / "old")
+        if older.exists() and not target.exists():
+            older.rename(target)  # a killed process was replacing it
+        for remains in (partial, older):
+            shutil.rmtree(remains, ignore_errors=True)
+        partial.mkdir()
+        model = empty_model(_describe(partial, config, text))
+        size = write_tensors(partial, checked(weights, checkpoint_tensors(model)), shard_bytes)
+        put_in_place(partial, target, older)
+        shutil.rmtree(older, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"--save-hf: the model cannot be written to {target} ({error}): make room there, or name another directory"
         ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return size
-
-
-def _put_in_place(part: Path, target: Path, old: Path) -> None:
-    """Rename ``part`` to ``target``; an older target moves to ``old``, and back if the renaming fails."""
-    if target.exists():
-        target.rename(old)
-    try:
-        part.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    if old.exists():
-        old.rename(old.with_name("replaced"))  # this name is removed, by a later run at the latest
 
 
 def hugging_face_folder(save_hf: str, step: int) -> Path:
@@ -131,16 +123,16 @@ def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
 
     Without such a model the tokenizer says the others.
     """
-    found = {"bos_token_id": None, "eos_token_id": text.ends.eos_token_id, "pad_token_id": text.pad_token}
+    tokens = {"bos_token_id": None, "eos_token_id": text.ends.eos_token_id, "pad_token_id": text.pad_token}
     origin = _origin(config, text, "config.json")
     if origin is not None:
         published = json.loads(origin.read_text(encoding="utf-8"))
-        found["bos_token_id"] = published.get("bos_token_id")
+        tokens["bos_token_id"] = published.get("bos_token_id")
         if _names_ends(published.get("eos_token_id"), text):
-            found["eos_token_id"] = published["eos_token_id"]  # in the file's own order
+            tokens["eos_token_id"] = published["eos_token_id"]  # in the file's own order
         # Add no padding token to a model without one: transformers would not train that token's embedding.
-        found["pad_token_id"] = published.get("pad_token_id")
-    return found
+        tokens["pad_token_id"] = published.get("pad_token_id")
+    return tokens
 
 
 def _names_ends(eos_token_id: Any, text: Text) -> bool:
@@ -152,8 +144,10 @@ def _names_ends(eos_token_id: Any, text: Text) -> bool:
 def _origin(config: RunConfig, text: Text, name: str) -> Path | None:
     """Path of a file of ``--load-hf``'s model, searched beside the tokenizer first; None if there is none."""
     source = config.checkpoints.load_hf
-    other = config.task.tokenizer_model
+    tokenizer_model = config.task.tokenizer_model
     if source is None or not isinstance(text, HuggingFaceText):
         return None
-    folders = [text.folder, *([Path(source)] if other in (None, source) else [])]
+    folders = [text.folder]
+    if tokenizer_model in (None, source):
+        folders.append(Path(source))
     return next((folder / name for folder in folders if (folder / name).is_file()), None)

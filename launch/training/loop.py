@@ -190,8 +190,8 @@ class _Run:
                     _log.warning("%s; its report failed (%s: %s)", note, type(error).__name__, one_line(error))
         if self.guard is not None:
             save = self.config.checkpoints.save
-            place = f"; checkpoint {self.trainer.iteration} in {save} holds the steps so far" if save else ""
-            raise RunError(f"{self.guard}{place}", self.guard.code)
+            hint = f"; checkpoint {self.trainer.iteration} in {save} holds the steps so far" if save else ""
+            raise RunError(f"{self.guard}{hint}", self.guard.code)
 
     def _evaluate_last(self, note: str) -> None:
         """Give the engines the last weights and evaluate them, if ``--eval-interval`` asks for that."""
@@ -252,9 +252,9 @@ class _Run:
         def first_response() -> str:
             return self.task.text.decode(batch.tokens[0][batch.response_mask[0]].tolist())
 
-        words = self.equal_rewards.batch(metrics, first_response)
-        if words is not None:
-            self._say(words)
+        line = self.equal_rewards.batch(metrics, first_response)
+        if line is not None:
+            self._say(line)
 
     def _report_step(self, row: dict[str, float]) -> None:
         """Report a step that was made or left out; all ranks learn whether the run stops.
@@ -348,7 +348,7 @@ def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest, gua
         done = "finished"
     else:
         done = f"stopped by {request.signal or 'another rank'}"
-    kept = f", saved to {files.save}" if files.save else ""
+    saved = f", saved to {files.save}" if files.save else ""
     model = f", model in {hugging_face_folder(files.save_hf, iteration)}" if files.save_hf else ""
     left_out = f" ({trainer.left_out.steps} steps left out)" if trainer.left_out.steps else ""
-    return f"{done} at step {iteration}{left_out}{kept}{model}"
+    return f"{done} at step {iteration}{left_out}{saved}{model}"

@@ -103,12 +103,12 @@ def reference(home):
 def test_the_parts_are_those_of_autograd_through_transformers(home, capsys, engine, records):
     folder, _ = home
     words = ["--load", folder / "run", "--engine-weights", folder / engine, "--attribution-nodes=2"]
-    found = result_of(capsys, *words, folder / records)
+    metrics = result_of(capsys, *words, folder / records)
     expected = reference(home)
     assert expected["attribution/explained"] == pytest.approx(1, abs=0.2)
     for name, share in expected.items():
-        assert found[name] == pytest.approx(share, abs=1e-3), name
-    assert found["attribution/completeness"] == pytest.approx(found["attribution/explained"], abs=1e-3)
+        assert metrics[name] == pytest.approx(share, abs=1e-3), name
+    assert metrics["attribution/completeness"] == pytest.approx(metrics["attribution/explained"], abs=1e-3)
 
 
 def test_equal_weights_leave_the_whole_mismatch_to_the_rest(home, capsys):
@@ -117,17 +117,17 @@ def test_equal_weights_leave_the_whole_mismatch_to_the_rest(home, capsys):
     recorded = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs - 0.1)
     save_rollouts(recorded, folder / "with-log-probs.safetensors")
     words = ["--load", folder / "run", "--ckpt-step=3", "--engine-weights", folder / "engine"]
-    found = result_of(capsys, *words, folder / "with-log-probs.safetensors")
-    assert found["attribution/explained"] == pytest.approx(0, abs=1e-9)
-    assert found["attribution/rest"] == pytest.approx(1)
+    metrics = result_of(capsys, *words, folder / "with-log-probs.safetensors")
+    assert metrics["attribution/explained"] == pytest.approx(0, abs=1e-9)
+    assert metrics["attribution/rest"] == pytest.approx(1)
 
 
 def test_a_rounding_is_that_of_the_flag(home, tmp_path, capsys):
     """Rounded weights of the trainer have parts in the linear layers alone, beside those of bfloat16."""
     folder, _ = home
     words = ["--load", folder / "run", "--rollout-dtype=int8", f"--picture={tmp_path}/parts.png"]
-    found = result_of(capsys, *words, folder / "records.jsonl", folder / "records.safetensors")
-    assert found["attribution/attention"] != 0
+    metrics = result_of(capsys, *words, folder / "records.jsonl", folder / "records.safetensors")
+    assert metrics["attribution/attention"] != 0
     assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -88,18 +88,18 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "more", "wrong", "message"), FAULTS)
 def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
-    (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *more.split()), fault)
-    assert {finding.about for finding in found if not finding.agrees} == wrong
-    assert [finding.about for finding in found] == ABOUT
-    assert any(message in finding.words for finding in found)
+    (of_rank,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *more.split()), fault)
+    assert {finding.about for finding in of_rank if not finding.agrees} == wrong
+    assert [finding.about for finding in of_rank] == ABOUT
+    assert any(message in finding.words for finding in of_rank)
 
 
 def test_all_ends_of_a_models_files_are_checked(ranks, tmp_path):
     """An engine that stops at the tokenizer's own end alone goes on after the others."""
     words = words_of(glm_folder(tmp_path), "--grpo-prompts-per-step=8", "--global-batch-size=32")
     for fault in (None, "first end only"):
-        (found,) = ranks.run(findings, Layout(), words, fault)
-        (ending,) = [finding for finding in found if finding.about == "end of text"]
+        (of_rank,) = ranks.run(findings, Layout(), words, fault)
+        (ending,) = [finding for finding in of_rank if finding.about == "end of text"]
         assert "3 <|user|>, 4 <|observation|> (config.json, generation_config.json)" in ending.words
         assert ending.agrees == (fault is None)
         assert ("turns have an end inside: sampling went on after it" in ending.words) == (fault is not None)
@@ -108,18 +108,19 @@ def test_all_ends_of_a_models_files_are_checked(ranks, tmp_path):
 
 def test_every_rank_finds_the_same(ranks, tmp_path):
     layout = Layout(cp=2, pp=2)
-    found = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), "shift")
-    assert all(one == found[0] for one in found)
-    assert {finding.about for finding in found[0] if not finding.agrees} >= {"weights"}
+    of_ranks = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), "shift")
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
+    assert {finding.about for finding in of_ranks[0] if not finding.agrees} >= {"weights"}
     good = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), None)
-    assert all(finding.agrees for one in good for finding in one)
+    assert all(finding.agrees for of_rank in good for finding in of_rank)
 
 
 def test_rewards_that_fail_are_a_finding(ranks, tmp_path):
     rule = ["--reward=python:tests.support.user_rewards:refuse", "--reward-workers=1"]
-    (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *rule), None)
-    assert [one.about for one in found if not one.agrees] == ["rewards"]
-    assert "32 of 32 responses could not be scored: reward-errors.jsonl in the run's folder has them" in found[-1].words
+    (of_rank,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *rule), None)
+    assert [finding.about for finding in of_rank if not finding.agrees] == ["rewards"]
+    sentence = "32 of 32 responses could not be scored: reward-errors.jsonl in the run's folder has them"
+    assert sentence in of_rank[-1].words
     assert judge_rewards({"reward/mean": 0.0}, 4) == [], "recorded rewards"
 
 

@@ -8,10 +8,8 @@ from unittest import mock
 import pytest
 
 from megatron_rc.launch import checkpoint_folders as folders
-from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.training.checkpoints import save as saving
-from megatron_rc.launch.training.checks.step_checks import telling_bad_steps
 
 
 def written(folder, text):
@@ -56,9 +54,3 @@ def test_a_checkpoint_is_whole_though_an_older_one_stays(tmp_path, caplog):
     with mock.patch.object(folders, "prune", side_effect=error), caplog.at_level(logging.WARNING):
         saving.remove_older(files, newest=3)
     assert "an older checkpoint could not be removed (iter_0000001: Permission denied)" in caplog.text
-
-
-def test_what_the_correction_finds_is_agreed():
-    """A checkpoint under way becomes whole only where all ranks are known to end together."""
-    with pytest.raises(RunError, match="bad log-probs"), telling_bad_steps():
-        raise ValueError("bad log-probs")

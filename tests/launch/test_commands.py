@@ -85,9 +85,9 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     rows = read(folder)
     assert [row["step"] for row in rows] == list(range(1, saved + 1))
-    for one, again in zip(before, rows, strict=False):
+    for row, again in zip(before, rows, strict=False):
         for name in ("reward/mean", "loss/total", "grad_norm", "rollout_corr/kl"):
-            assert one[name] == again[name], "the same steps, to the last digit"
+            assert row[name] == again[name], "the same steps, to the last digit"
 
 
 @pytest.mark.processes

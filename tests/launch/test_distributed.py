@@ -20,16 +20,17 @@ NAMED = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
 
 
 @pytest.mark.parametrize(
-    ("here", "given", "found"), [("2", {}, ["lo", "=lo"]), ("2", NAMED, ["eth7", "eth7"]), ("1", {}, [None, None])]
+    ("local_ranks", "interfaces", "expected"),
+    [("2", {}, ["lo", "=lo"]), ("2", NAMED, ["eth7", "eth7"]), ("1", {}, [None, None])],
 )
-def test_ranks_of_one_machine_listen_on_its_loopback(monkeypatch, here, given, found):
+def test_ranks_of_one_machine_listen_on_its_loopback(monkeypatch, local_ranks, interfaces, expected):
     for name in NAMED:
         monkeypatch.setenv(name, "so that it is taken back")
         monkeypatch.delenv(name)
-    for name, value in {"LOCAL_WORLD_SIZE": here, "WORLD_SIZE": "2", **given}.items():
+    for name, value in {"LOCAL_WORLD_SIZE": local_ranks, "WORLD_SIZE": "2", **interfaces}.items():
         monkeypatch.setenv(name, value)
     choose_interfaces()
-    assert [os.environ.get(name) for name in NAMED] == found
+    assert [os.environ.get(name) for name in NAMED] == expected
 
 
 def number_of_threads():

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_rc.launch import export
+from megatron_rc.launch.checkpoint_folders import put_in_place
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.training import hugging_face
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
@@ -58,22 +59,22 @@ def save_at(words, step):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, ranks):
     """A directory of each model, and a checkpoint of it."""
-    found = tmp_path_factory.mktemp("export")
+    folder = tmp_path_factory.mktemp("export")
     for name, (layout, more) in CASES.items():
         torch.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
         for buffer in kept_buffers(model).values():
             buffer.uniform_()  # no 16 bits hold such a bias of experts
-        model.save_pretrained(found / name)
+        model.save_pretrained(folder / name)
         words = [
             *COMMON,
-            f"--load-hf={found / name}",
+            f"--load-hf={folder / name}",
             "--tokenizer-type=CharacterTokenizer",
-            f"--runs-dir={found}/runs",
+            f"--runs-dir={folder}/runs",
         ]
-        words += ["--micro-batch-size=8", f"--save={found / name}-checkpoints", *layout.flags(), *more]
+        words += ["--micro-batch-size=8", f"--save={folder / name}-checkpoints", *layout.flags(), *more]
         ranks.run(save_at, layout, words, 3)
-    return found
+    return folder
 
 
 def exported(checkpoints, target, *more):
@@ -131,7 +132,7 @@ def test_the_documents_command_is_run_as_written(home, tmp_path, monkeypatch, ca
 
 def in_small_files(monkeypatch, size):
     right = hugging_face.write_directory
-    monkeypatch.setattr(hugging_face, "write_directory", lambda *given: right(*given, shard_bytes=size))
+    monkeypatch.setattr(hugging_face, "write_directory", lambda *args: right(*args, shard_bytes=size))
 
 
 def test_large_models_are_several_files(home, tmp_path, monkeypatch):
@@ -141,9 +142,9 @@ def test_large_models_are_several_files(home, tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert len(files) > 3
-    held = {name: (file, tensor) for file in files for name, tensor in load_file(tmp_path / "out" / file).items()}
-    assert index["weight_map"] == {name: file for name, (file, _) in held.items()}
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in held.values())
+    tensors = {name: (file, tensor) for file in files for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert index["weight_map"] == {name: file for name, (file, _) in tensors.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in tensors.values())
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
@@ -203,9 +204,11 @@ def test_the_directory_names_the_ends_that_the_run_had(home, tmp_path, ended, co
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"task": OWN, "checkpoints": {"load_hf": str(folder)}, "rollouts": {"end_token_ids": ended}}
     assert exported(with_settings(home, tmp_path / "checkpoints", **settings), tmp_path / "out") == 0
-    found = [json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")]
-    assert [entries["eos_token_id"] for entries in found] == [config_ids, generation_ids]
-    assert (found[1]["do_sample"], found[1]["top_p"]) == (True, 0.5)
+    both_files = [
+        json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")
+    ]
+    assert [entries["eos_token_id"] for entries in both_files] == [config_ids, generation_ids]
+    assert (both_files[1]["do_sample"], both_files[1]["top_p"]) == (True, 0.5)
     ends = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
     assert ends == generation_ids
 
@@ -261,9 +264,9 @@ def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, sect
 def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home, tmp_path, capsys):
     copy = shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
     (path, *_) = sorted(copy.rglob("*.distcp"), key=lambda path: -path.stat().st_size)
-    held = bytearray(path.read_bytes())
-    held[len(held) // 2] ^= 1
-    path.write_bytes(held)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
     assert exported(copy, tmp_path / "out") == 1
     said = capsys.readouterr().err
     assert f"checkpoint 3 is damaged: {path.name}" in said
@@ -272,7 +275,7 @@ def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home,
     assert "; --ckpt-step takes another one (there are 2, 3)" in capsys.readouterr().err
     assert exported(copy, tmp_path / "other", "--ckpt-step=2") == 0
     assert exported(copy, tmp_path / "out", "--no-verify-integrity") == 0
-    path.write_bytes(held[: len(held) // 2])
+    path.write_bytes(content[: len(content) // 2])
     assert exported(copy, tmp_path / "half", "--no-verify-integrity") == 1
     assert path.name in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "other", "out"]
@@ -308,28 +311,25 @@ REQUESTS = {
 
 @pytest.mark.parametrize("words", REQUESTS)
 def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words):
-    given = words.replace("HOME", str(home)).replace("TMP", str(tmp_path)).split()
-    assert code_of(export.main, *given) in (1, 2)
+    request = words.replace("HOME", str(home)).replace("TMP", str(tmp_path)).split()
+    assert code_of(export.main, *request) in (1, 2)
     assert REQUESTS[words] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
     target = tmp_path / "out"
-    own = tmp_path / "own"
-    part = own / "new"
-    old = own / "old"
-    own.mkdir()
+    partial = tmp_path / "partial"
+    older = tmp_path / "older"
     target.mkdir()
     (target / "config.json").write_text("old")
     with pytest.raises(FileNotFoundError):
-        hugging_face._put_in_place(part, target, old)
+        put_in_place(partial, target, older)
     assert (target / "config.json").read_text() == "old"
-    part.mkdir()
-    hugging_face._put_in_place(part, target, old)
+    partial.mkdir()
+    put_in_place(partial, target, older)
     assert not list(target.iterdir())
-    # Not under the name that keeps the export's own folder from being removed.
-    assert [path.name for path in own.iterdir()] == ["replaced"]
+    assert (older / "config.json").read_text() == "old"
 
 
 def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
@@ -338,8 +338,9 @@ def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
     shutil.copytree(home / "llama3", folder)
     CharacterText("0123456789").save(folder)
     for path in (folder / "tokenizer_config.json", folder / "config.json"):
-        held = {name: value for name, value in json.loads(path.read_text()).items() if not name.startswith("pad_token")}
-        path.write_text(json.dumps(held))
+        entries = json.loads(path.read_text())
+        entries = {name: value for name, value in entries.items() if not name.startswith("pad_token")}
+        path.write_text(json.dumps(entries))
     for name, load_hf in (("loaded", str(folder)), ("from-nothing", None)):
         task = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
         checkpoints = with_settings(home, tmp_path / name, task=task, checkpoints={"load_hf": load_hf})

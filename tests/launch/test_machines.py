@@ -21,8 +21,8 @@ LIMIT = 10
 def free_port():
     """A port below those that the system hands out: no other process gets it before it is used."""
     for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port))
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
             return port
     raise OSError("a hundred ports of 127.0.0.1 are in use")
 

@@ -71,8 +71,9 @@ def test_the_task_and_the_reply_give_what_the_page_says(folder, monkeypatch):
     from my_task import Reverse
 
     task = Reverse(1)
-    trained, kept = ({one.prompt for one in task.problems(0, 300, held_out=held_out)} for held_out in (False, True))
-    assert not trained & kept
+    trained = {problem.prompt for problem in task.problems(0, 300, held_out=False)}
+    held_out = {problem.prompt for problem in task.problems(0, 300, held_out=True)}
+    assert not trained & held_out
     (problem,) = task.problems(7, 1)
     asked = {"prompt": problem.prompt, "label": problem.label, "record": {}}
     assert task.reward(response=problem.prompt[::-1], **asked) == {"reward": 1.0, "first_digit": 1.0}

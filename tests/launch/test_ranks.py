@@ -20,7 +20,9 @@ import sys
 from megatron_rc.launch.ranks import run_ranks
 
 for case in sys.argv[1:]:
-    words = ["--nproc-per-node=2", "--standalone", *["--max-restarts=1"] * case.startswith("restarts")]
+    words = ["--nproc-per-node=2", "--standalone"]
+    if case.startswith("restarts"):
+        words.append("--max-restarts=1")
     outcome = run_ranks([*words, "--module", "tests.support.rank_ends", *case.split()])
     print(f"{case}: {outcome.code} {outcome.words}", flush=True)
 """

@@ -12,7 +12,7 @@ from megatron_rc.launch.stopping import SAVE_AND_END
 rank = int(os.environ["RANK"])
 how, *where = sys.argv[1:]
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-mine = not where or rank == int(where[0])
+is_named_rank = not where or rank == int(where[0])
 
 
 def stop(*_: object) -> None:
@@ -75,11 +75,11 @@ elif how == "afterwards":
     time.sleep(0.5)
     if rank == 1:
         fail("the last evaluation failed", 1)
-elif mine and how == "usage":
+elif is_named_rank and how == "usage":
     fail("--lr 0 must be positive", 2)
-elif mine and how == "leaves":
+elif is_named_rank and how == "leaves":
     os._exit(7)
-elif mine and how == "killed":
+elif is_named_rank and how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif how in ("leaves", "killed"):
     fail_as_a_victim()

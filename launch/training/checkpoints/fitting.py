@@ -98,10 +98,10 @@ def _optimizer_misfit(config: RunConfig, settings: dict[str, Any]) -> str | None
         saved_size = (settings.get("parallel") or {}).get("expert_model_parallel_size", size)
         # Megatron gives experts that are spread over ranks an optimizer of their own.
         if (saved_size == 1) != (size == 1):
-            other = "--expert-model-parallel-size 1" if saved_size == 1 else "an --expert-model-parallel-size above 1"
+            remedy = "--expert-model-parallel-size 1" if saved_size == 1 else "an --expert-model-parallel-size above 1"
             return (
                 f"with --expert-model-parallel-size {saved_size}, whose optimizer's state does not fit {size}: give "
-                f"{other}, or --no-load-optim"
+                f"{remedy}, or --no-load-optim"
             )
     files = config.checkpoints
     if files.override_opt_param_scheduler or files.use_checkpoint_opt_param_scheduler:

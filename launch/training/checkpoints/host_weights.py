@@ -35,8 +35,8 @@ class HostWeights:
 
     def copy(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Copy the policy's present weights."""
-        for own, chunk in zip(self.chunks, chunks, strict=True):
-            own.load_state_dict(chunk.state_dict())
+        for copied, chunk in zip(self.chunks, chunks, strict=True):
+            copied.load_state_dict(chunk.state_dict())
 
     def sharded_state(self) -> dict[str, Any]:
         """Return the sharded state to save or to load."""

@@ -81,10 +81,10 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> tuple[int, Path
         if kept.reference is not None:
             kept.reference.start_from(kept.policy.chunks)
         return 0, source
-    found = find_checkpoint(load, config)
-    if found is None:
+    checkpoint = find_checkpoint(load, config)
+    if checkpoint is None:
         return 0, None
-    number, folder = found
+    number, folder = checkpoint
     where = f"--load {load}: checkpoint {number}"
     index = _checked_index(where, folder, config)
     names = list(index.state_dict_metadata)
@@ -93,8 +93,8 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> tuple[int, Path
         raise ValueError(f"{where} was written {problem}")
     with_sampling = kept.sampling.are_among(names)
     with_optimizer = not config.checkpoints.no_load_optim
-    wanted = kept.wanted_state(with_optimizer=with_optimizer, with_sampling=with_sampling)
-    loaded = _read(where, folder, config, wanted)
+    state = kept.wanted_state(with_optimizer=with_optimizer, with_sampling=with_sampling)
+    loaded = _read(where, folder, config, state)
     try:
         iteration = kept.load(config, loaded, folder, with_sampling=with_sampling)
     except Exception as error:  # Megatron and PyTorch raise errors of many kinds for unexpected values
@@ -103,10 +103,10 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> tuple[int, Path
 
 
 def _existing_checkpoint(load: str, config: RunConfig, name: str) -> tuple[int, Path]:
-    found = find_checkpoint(load, config, name)
-    if found is None:
+    checkpoint = find_checkpoint(load, config, name)
+    if checkpoint is None:
         raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
-    return found
+    return checkpoint
 
 
 def _checked_index(where: str, folder: Path, config: RunConfig) -> Metadata:
@@ -127,10 +127,10 @@ def _checked_index(where: str, folder: Path, config: RunConfig) -> Metadata:
     return index
 
 
-def _read(where: str, folder: Path, config: RunConfig, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the wanted state with values; its tensors are written into the memory of ``wanted``."""
+def _read(where: str, folder: Path, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with the values of the files; its tensors are written into the memory of ``state``."""
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     except (Exception, CheckpointException) as error:  # errors of many kinds; CheckpointException is no Exception
         reason = differences(config, folder) or reason_of(error)
         raise ValueError(f"{where} does not fit this model and its flags ({reason})") from error

@@ -139,9 +139,13 @@ class PendingCheckpoint(threading.Thread):
         self._request: Any = None  # Megatron's AsyncRequest
 
     def prepare(self, kept: Kept) -> None:
-        """Make the folder, and copy everything that later steps may change; CheckpointException on every rank."""
+        """Make the folder, and copy everything that later steps may change; CheckpointException on every rank.
+
+        An error while the state is made ends this rank alone: others may wait for it in a group of the training.
+        """
         self._ranks.broadcast("begin", lambda: folders.begin(self.save_folder, self.iteration))
-        self._ranks.all_reduce("prepare", lambda: self._copy(kept), lambda _: None)
+        state = kept.state(with_optimizer=not self.config.checkpoints.no_save_optim)
+        self._ranks.all_reduce("prepare", lambda: self._copy(kept, state), lambda _: None)
 
     def run(self) -> None:
         """Write the files, then their checksums, then give the checkpoint its name; called by the thread."""
@@ -153,8 +157,7 @@ class PendingCheckpoint(threading.Thread):
             self.error = error
         self._request = None
 
-    def _copy(self, kept: Kept) -> None:
-        state = kept.state(with_optimizer=not self.config.checkpoints.no_save_optim)
+    def _copy(self, kept: Kept, state: dict[str, Any]) -> None:
         strategy = ThreadedSaveStrategy(self._group, self._moved)
         # Megatron's functions after the writing are not called: they use the groups of the training.
         self._request = dist_checkpointing.save(state, str(self.folder), strategy, async_sharded_save=True)
@@ -172,6 +175,10 @@ class PendingCheckpoint(threading.Thread):
 
     def _complete(self, checksums_of_ranks: list[Checksums]) -> None:
         """Write the manifest, rename the folder, and remove older checkpoints; on rank 0."""
+        for checksums in checksums_of_ranks:
+            for name in checksums:
+                if not (self.folder / name).is_file():
+                    raise RunError(f"rank 0 does not see {name} of another rank: give a folder that all machines share")
         write_manifest(self.folder, checksums_of_ranks)
         folders.complete(self.save_folder, self.iteration)
         if not self._keeps_older:

@@ -16,8 +16,8 @@ SETTINGS = "settings.json"
 def settings_text(config: RunConfig) -> str:
     """Return the text of a checkpoint's ``settings.json``: every section of the run's settings by name."""
     sections = {name: getattr(config, name) for name, _, _ in sections_of(RunConfig)}
-    known = {name: None if section is None else dataclasses.asdict(section) for name, section in sections.items()}
-    return json.dumps(known, indent=1) + "\n"
+    settings = {name: None if section is None else dataclasses.asdict(section) for name, section in sections.items()}
+    return json.dumps(settings, indent=1) + "\n"
 
 
 def checkpoint_settings(folder: Path) -> dict[str, dict[str, Any] | None]:
@@ -28,14 +28,16 @@ def checkpoint_settings(folder: Path) -> dict[str, dict[str, Any] | None]:
     """
     path = folder / SETTINGS
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the checkpoint says nothing of its model") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({one_line(error)})") from error
-    if not isinstance(found, dict) or not all(value is None or isinstance(value, dict) for value in found.values()):
+    if not isinstance(settings, dict) or not all(
+        value is None or isinstance(value, dict) for value in settings.values()
+    ):
         raise ValueError(f"{path} cannot be read (expected one object for each section)")
-    return found
+    return settings
 
 
 def settings_beside(folder: Path) -> dict[str, Any]:

@@ -56,9 +56,12 @@ class Guards:
         ``rows``: the rows of ``metrics.jsonl``. Rows of steps after ``iteration``, the checkpoint's, are made again and
         do not count.
         """
-        for row in rows if self._met else ():
-            for condition in self._met if row["step"] <= iteration else ():
-                self._count(condition, int(row["step"]), row)
+        if not self._met:
+            return
+        for row in rows:
+            if row["step"] <= iteration:
+                for condition in self._met:
+                    self._count(condition, int(row["step"]), row)
 
     def step(self, step: int, row: Mapping[str, float]) -> RunError | None:
         """Count a step; returns an error, with its exit code, if the run is to end. The weights are good.
@@ -105,5 +108,5 @@ def _met(condition: Condition, step: int, steps_in_a_row: Sequence[tuple[float, 
     if condition.metric == "reward/mean" and side == "<" and 2 * without_signal >= len(steps_in_a_row):
         advice = _COLLAPSED
     values = ", ".join(f"{value:.3g}" for value, _ in steps_in_a_row[-3:])
-    words = f"stopped by --stop-if '{condition.text}' after step {step} ({condition.metric} was {values}): {advice}"
-    return RunError(words, GUARD)
+    sentence = f"stopped by --stop-if '{condition.text}' after step {step} ({condition.metric} was {values}): {advice}"
+    return RunError(sentence, GUARD)

@@ -29,7 +29,7 @@ class StepChecks:
 
     def __init__(self, config: RunConfig, whose: str = "the", rate: str = "--lr") -> None:
         self.config = config
-        self.wanted = config.training
+        self.training = config.training
         self.whose = whose
         self.advice = f"the step was not made; lower {rate}, or look at the rewards and log-probs of this batch"
         self.losses = _Largest()
@@ -40,7 +40,7 @@ class StepChecks:
 
         Raises BadStepError if it is not finite, or with ``--check-for-spiky-loss`` much larger than earlier losses.
         """
-        before = self.losses.exceeded_by(loss) if self.wanted.check_for_spiky_loss else None
+        before = self.losses.exceeded_by(loss) if self.training.check_for_spiky_loss else None
         error = self._error(f"loss of step {step} is", loss, before, "--check-for-spiky-loss")
         if error is not None:
             raise BadStepError(error)
@@ -70,7 +70,7 @@ class StepChecks:
             largest = math.nan
         elif is_infinite:
             largest = math.inf
-        before = self.gradients.exceeded_by(largest) if self.wanted.check_for_large_grads else None
+        before = self.gradients.exceeded_by(largest) if self.training.check_for_large_grads else None
         error = self._error(f"gradient norm of step {step} is", largest, before, "--check-for-large-grads")
         if error is not None:
             raise BadStepError(error)
@@ -81,7 +81,7 @@ class StepChecks:
 
         ``begin`` is the beginning of its sentence, which ends before the value.
         """
-        if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+        if self.training.check_for_nan_in_loss_and_grad and not math.isfinite(value):
             return f"{self.whose} {begin} {value}: {self.advice}"
         if before is None:
             return None

@@ -1,10 +1,11 @@
 """Which engine the flags name, and what of them cannot work."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 
-from megatron_rc.launch.engines import registry
+from megatron_rc.launch.engines import EngineError, registry
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.requests import API_KEY
 from megatron_rc.launch.engines.sglang_client import SglangClient
@@ -72,17 +73,54 @@ def vllm(monkeypatch):
     return make
 
 
-def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch, vllm):
-    """Whatever engine that start asks for; those of vLLM in a live run, here this one, stay."""
+def test_weights_in_memory_of_a_killed_run_go_at_its_next_start(tmp_path, monkeypatch, vllm):
+    """Those of other runs and of other replicas stay."""
     vllm(object())
-    monkeypatch.setattr(registry, "_memory", lambda: str(tmp_path / "memory"))
-    (tmp_path / "memory" / "rollout-weights-killed" / "replica-0").mkdir(parents=True)
-    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm"), CharacterText(), 0)
-    assert engine.directory.path.parent.is_dir()
-    assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
-    (tmp_path / "memory" / "rollout-weights-killed").mkdir()
-    make_engine(parse(tmp_path), CharacterText(), 0)
-    assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(registry, "_memory", lambda: str(memory))
+    monkeypatch.setattr(registry.atexit, "register", lambda *_, **__: None)  # as in a killed process
+
+    def start(run_name, replica=0):
+        config = parse(tmp_path, "--rollout-engine=vllm", f"--run-name={run_name}", world=2)
+        return make_engine(config, CharacterText(), replica).directory.path
+
+    left = start("killed")
+    left.mkdir()
+    (left / "model.safetensors").write_text("a whole model")
+    others = [start("killed", replica=1).parent, start("other").parent]
+    assert start("killed") == left
+    assert not left.exists()
+    assert sorted(memory.iterdir()) == sorted([left.parent, *others])
+    assert left.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_weights_in_memory_go_at_the_end(tmp_path, monkeypatch, vllm):
+    vllm(object())
+    monkeypatch.setattr(registry, "_memory", lambda: str(tmp_path))
+    at_exit = []
+
+    def register(function, *args, **options):
+        at_exit.append(partial(function, *args, **options))
+
+    monkeypatch.setattr(registry.atexit, "register", register)
+    folder = make_engine(parse(tmp_path, "--rollout-engine=vllm"), CharacterText(), 0).directory.path.parent
+    assert folder.is_dir()
+    for function in at_exit:
+        function()
+    assert not folder.exists()
+
+
+def test_a_link_in_memory_is_not_followed(tmp_path, monkeypatch, vllm):
+    """Another user could make one, whose end would be written over."""
+    vllm(object())
+    monkeypatch.setattr(registry, "_memory", lambda: str(tmp_path))
+    config = parse(tmp_path, "--rollout-engine=vllm")
+    folder = make_engine(config, CharacterText(), 0).directory.path.parent
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EngineError, match="--rollout-weights-dir"):
+        make_engine(config, CharacterText(), 0)
 
 
 def test_vllm_is_named_where_it_is_missing(tmp_path, vllm):

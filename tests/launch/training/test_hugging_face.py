@@ -71,11 +71,11 @@ def test_a_run_names_its_ends_and_writes_them(ranks, tmp_path):
 def test_a_resumed_run_writes_beside_the_earlier_steps(ranks, tmp_path):
     words = words_of(tmp_path, Layout(), f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints")
     assert ranks.run(run_training, Layout(), [*words, "--train-iters=1"]) == [None]
-    # What a run that was killed while it wrote leaves; the second one held what is not ours to remove.
-    (tmp_path / "hf" / ".megatron-rc-1" / "new").mkdir(parents=True)
-    (tmp_path / "hf" / ".megatron-rc-2" / "old").mkdir(parents=True)
+    # What a run leaves that was killed while it wrote, or between the two renamings.
+    (tmp_path / "hf" / ".step-2.partial").mkdir()
+    (tmp_path / "hf" / ".step-2.replaced").mkdir()
     assert ranks.run(run_training, Layout(), [*words, "--train-iters=2"]) == [None]
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [".megatron-rc-2", "step-1", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step-1", "step-2"]
 
 
 def stop_while_writing(words):
@@ -91,10 +91,13 @@ def stop_while_writing(words):
 
 
 def test_a_directory_that_cannot_be_written_is_one_error(ranks, tmp_path):
-    (message,) = ranks.run(stop_while_writing, Layout(), words_of(tmp_path, Layout(), "--save-hf-interval=1"))
+    """A model that a killed run was replacing gets its name back."""
+    (tmp_path / "hf" / ".step-1.replaced").mkdir(parents=True)
+    words = words_of(tmp_path, Layout(), "--save-hf-interval=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save")
+    (message,) = ranks.run(stop_while_writing, Layout(), words)
     assert "RunError: --save-hf: the model cannot be written to" in message
     assert "No space left on device" in message
-    assert not list((tmp_path / "hf").iterdir())
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-1"]
 
 
 def test_a_folder_that_is_not_empty_is_refused(tmp_path):

@@ -158,6 +158,10 @@ def test_experts_go_on_spread_otherwise_or_are_refused(ranks, tmp_path):
     for error in ranks.run(refusal, TWO, [*load, *TWO.flags()]):
         assert "give an --expert-model-parallel-size above 1, or --no-load-optim" in error
     assert ranks.run(refusal, TWO, [*load, *TWO.flags(), "--no-load-optim"]) == [None, None]
+    together = tmp_path / "together"
+    ranks.run(save_initial, Layout(), [*words, f"--save={together}"])
+    for error in ranks.run(refusal, SPREAD, [*words, f"--load={together}", *SPREAD.flags()]):
+        assert "give --expert-model-parallel-size 1, or --no-load-optim" in error
 
 
 NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"
@@ -169,6 +173,7 @@ NOT_FITTING = {
     "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
     "sgd": ("", SGD, "was written with --optimizer adam"),
     "distributed": ("", *DISTRIBUTED, "was written without --use-distributed-optimizer"),
+    "not-distributed": (*DISTRIBUTED, "", "was written with --use-distributed-optimizer"),
     "layers": ("", "--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
     "bias": ("", " ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
     "heads": ("", "--num-attention-heads=8", "another architecture than the policy (--num-attention-heads 8;"),

@@ -84,8 +84,8 @@ def test_a_run_goes_on_from_an_older_checkpoint(tmp_path):
     if machine() == recorded["machine"]:
         assert rows == expected
         return
-    for row, known in zip(rows, expected, strict=True):
-        assert row == pytest.approx(known, rel=1e-3, abs=1e-4)
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-3, abs=1e-4)
 
 
 def record(folder):

@@ -17,12 +17,9 @@ from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder, ite
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, save_initial, share
-from tests.support.runs import SMALL as SMALL_RUN
-from tests.support.runs import TWO as RUN_OF_TWO
 from tests.support.runs import finish, launch, start
-from tests.support.runs import steps as rows_without_times
 from tests.support.training_runs import LIVE, agreed, equal, rows, run_training, small_files, weights_of, without_times
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--micro-batch-size=8"]
@@ -144,12 +141,12 @@ def test_a_background_save_goes_on_like_one_in_the_foreground(ranks, tmp_path):
     save = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
-    for place, more in (
+    for run_folder, more in (
         (whole, ["--train-iters=3"]),
         (broken, ["--train-iters=2", "--async-save", *save]),
         (broken, ["--train-iters=3", "--keep-last=2", *save]),
     ):
-        assert ranks.run(run_training, TWO, flags(place, *words, *more)) == [None, None]
+        assert ranks.run(run_training, TWO, flags(run_folder, *words, *more)) == [None, None]
     assert iterations(folder) == [2, 3]
     assert without_times(broken) == without_times(whole)
     assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [2]
@@ -176,11 +173,12 @@ def test_a_background_save_has_the_weights_of_its_beginning(ranks, tmp_path):
 
 
 def run_where_it_is_full_for_a_while(words):
-    """A run whose disk is full at the first checkpoint."""
+    """A run whose last rank has no room for the first checkpoint."""
     write = FileSystemWriter.write_data
+    is_last_rank = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
     def full(writer, plan, planner):
-        if "iter_0000001" in str(writer.path):
+        if "iter_0000001" in str(writer.path) and is_last_rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(writer.path))
         return write(writer, plan, planner)
 
@@ -189,7 +187,7 @@ def run_where_it_is_full_for_a_while(words):
 
 
 def test_a_save_that_fails_on_the_way_does_not_end_a_run_that_continues(ranks, tmp_path):
-    """In the background as well, where the failure is found later."""
+    """On one rank, which all hear of; in the background as well, where the failure is found later."""
     layout = Layout(dp=2)
     for more in ([], ["--async-save"]):
         folder = tmp_path / f"save{len(more)}"
@@ -198,6 +196,45 @@ def test_a_save_that_fails_on_the_way_does_not_end_a_run_that_continues(ranks, t
         run_folder = tmp_path / str(len(more))
         assert ranks.run(run_where_it_is_full_for_a_while, layout, flags(run_folder, *words)) == [None, None]
         assert iterations(folder) == [2, 3]
+
+
+def save_in_folder_of_rank(words, folder):
+    """Save as on machines that do not share ``--save``; return the error."""
+    trainer = make_trainer([*words, f"--save={folder}/{torch.distributed.get_rank()}"])
+    with pytest.raises(saving.SaveError) as failure:
+        trainer.save()
+    torch.distributed.barrier()
+    return str(failure.value)
+
+
+def test_a_folder_that_the_machines_do_not_share_is_refused(ranks, tmp_path):
+    """A checkpoint of which each machine has a part could not be loaded."""
+    errors = ranks.run(save_in_folder_of_rank, TWO, flags(tmp_path, *SMALL, *TWO.flags()), str(tmp_path))
+    for error in errors:
+        assert "rank 0 does not see __1_0.distcp of another rank: give a folder that all machines share" in error
+    assert iterations(tmp_path / "0") == []
+
+
+def save_without_memory(words):
+    """Save where rank 1 has no memory for its state, before the ranks compare theirs."""
+    trainer = make_trainer(words)
+    state = saving.Kept.state
+
+    def state_of_rank(kept, **options):
+        if torch.distributed.get_rank() == 1:
+            raise MemoryError("no memory for the state")
+        return state(kept, **options)
+
+    with mock.patch.object(saving.Kept, "state", state_of_rank):
+        trainer.save()
+
+
+def test_a_rank_that_cannot_make_its_state_ends_at_once(ranks, tmp_path):
+    """Rather than when the other rank's wait for it is over, with an error of that wait."""
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match="MemoryError: no memory for the state"):
+        ranks.run(save_without_memory, TWO, flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *TWO.flags()))
+    assert time.monotonic() - began < 40
 
 
 def stand_still(writer, plan, planner):
@@ -228,28 +265,24 @@ def test_a_file_system_that_stands_still_ends_the_save(ranks, tmp_path):
 
 
 @pytest.mark.processes
-def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(tmp_path):
+def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(ranks, tmp_path):
     """Its half checkpoint is ignored by the next start, which takes the steps of a run that nobody killed."""
     folder = tmp_path / "save"
-    words = ["--nproc-per-node=2", *SMALL_RUN, *RUN_OF_TWO, "--train-iters=4", "--lr-decay-iters=4"]
-    words += ["--save-interval=1"]
-    files = [f"--runs-dir={tmp_path}/runs", f"--save={folder}", f"--load={folder}"]
-    process = start(launch(*words, *files), env=os.environ | {"PYTHONPATH": str(sitecustomize(tmp_path))})
-    code, _, errors = finish(process, 300)
+    words = [*LIVE, *TWO.flags(), "--train-iters=3"]
+    files = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
+    killed = launch("--nproc-per-node=2", *flags(tmp_path / "killed", *words, *files))
+    environment = {"PYTHONPATH": str(sitecustomize(tmp_path)), "OMP_NUM_THREADS": "1"}
+    code, _, errors = finish(start(killed, env=os.environ | environment))
     assert code == 1, errors
     assert (folder / "iter_0000002.partial").is_dir()
     assert iterations(folder) == [1]
     assert checked_checkpoint(folder) == (1, iteration_folder(folder, 1))
 
-    code, _, errors = finish(start(launch(*words, *files)), 300)
-    assert code == 0, errors
-    assert iterations(folder) == [1, 2, 3, 4]
+    assert ranks.run(run_training, TWO, flags(tmp_path / "killed", *words, *files)) == [None, None]
+    assert iterations(folder) == [1, 2, 3]
     assert not (folder / "iter_0000002.partial").exists()
-    whole = [f"--runs-dir={tmp_path}/whole", f"--save={tmp_path}/whole/save"]
-    code, _, errors = finish(start(launch(*words, *whole)), 300)
-    assert code == 0, errors
-    runs = tmp_path / "runs" / "count_up", tmp_path / "whole" / "count_up"
-    assert rows_without_times(runs[0]) == rows_without_times(runs[1]), "to the last digit"
+    assert ranks.run(run_training, TWO, flags(tmp_path / "whole", *words)) == [None, None]
+    assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole"), "to the last digit"
 
 
 def sitecustomize(folder):

@@ -19,14 +19,14 @@ def test_a_second_run_in_one_folder_is_refused(ranks, tmp_path, shared):
     replaced.mkdir(parents=True)
     first = {"run": ["--run-name=run"], "save": ["--run-name=other", f"--save={tmp_path}/save"]}[shared]
     words = [*LIVE, "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    theirs = {"run": {"run"}, "save": {"save", "other"}}[shared]
+    expected_folders = {"run": {"run"}, "save": {"save", "other"}}[shared]
     with in_use(run_config(flags(tmp_path, *first, "--train-iters=1"))):
-        (found,) = ranks.run(run_training, Layout(), flags(tmp_path, *words))
-        assert {path.name for path in tmp_path.iterdir()} == theirs, "what is refused leaves nothing"
+        (error,) = ranks.run(run_training, Layout(), flags(tmp_path, *words))
+        assert {path.name for path in tmp_path.iterdir()} == expected_folders, "what is refused leaves nothing"
     assert replaced.is_dir()
     name = {"run": f"--runs-dir {tmp_path}, --run-name run", "save": f"--save {folder}"}[shared]
-    assert found.startswith(f"RunError: {name}: another run (process {os.getpid()} on ")
-    assert found.endswith(
+    assert error.startswith(f"RunError: {name}: another run (process {os.getpid()} on ")
+    assert error.endswith(
         f") writes there: wait until it has ended, or choose another folder (if it has ended, remove {folder}/.in-use)"
     )
     assert list(tmp_path.rglob("*")) == [folder, replaced], "nor does a run that wrote nothing"

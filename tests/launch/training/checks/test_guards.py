@@ -60,11 +60,11 @@ def test_a_flag_that_takes_several_values_may_be_repeated(tmp_path):
 
 def verdicts(tmp_path, condition, values, metric=KL):
     guards = Guards(run_config(flags(tmp_path, "--stop-if", condition)))
-    found = [
+    errors = [
         guards.step(step, {"grad_norm": 1.0, metric: value} if value is not None else {"lr": 0.1})
         for step, value in enumerate(values, start=1)
     ]
-    return [None if error is None else str(error) for error in found]
+    return [None if error is None else str(error) for error in errors]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def verdicts(tmp_path, condition, values, metric=KL):
 )
 def test_a_condition_holds_in_so_many_steps_in_a_row(tmp_path, values, stops):
     """A step that was left out has no such metric: it neither counts nor begins anew."""
-    found = verdicts(tmp_path, f"{KL} > 0.5 for 3", values)
-    assert [step for step, words in enumerate(found, start=1) if words] == stops
+    sentences = verdicts(tmp_path, f"{KL} > 0.5 for 3", values)
+    assert [step for step, sentence in enumerate(sentences, start=1) if sentence] == stops
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def words_of(folder, checkpoint, batches, layout=None, *more):
     records.mkdir()
     for step, batch in enumerate(batches):
         save_rollouts(batch, records / f"step-{step:07d}-replica-0000.safetensors")
-    given = [f"--load-rollouts={records}", f"--load={checkpoint}", "--rollout-rs-threshold=1e-9_1e9,1e9"]
-    return flags(folder, *MODEL, *RUN, *given, *more, *(layout or Layout()).flags())
+    sources = [f"--load-rollouts={records}", f"--load={checkpoint}", "--rollout-rs-threshold=1e-9_1e9,1e9"]
+    return flags(folder, *MODEL, *RUN, *sources, *more, *(layout or Layout()).flags())
 
 
 def shifted(routes, tokens):

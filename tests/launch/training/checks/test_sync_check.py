@@ -50,8 +50,8 @@ class PackedHead(Sampling):
 
 def shifted(engine, *request):
     """Reports the log-prob of the token before."""
-    found = engine.sample(*request)
-    return [Sample(one.token_ids, [-2.0, *one.log_probs[:-1]], one.finish_reason) for one in found]
+    samples = engine.sample(*request)
+    return [Sample(sample.token_ids, [-2.0, *sample.log_probs[:-1]], sample.finish_reason) for sample in samples]
 
 
 def shifted_later(engine, *request):
@@ -62,9 +62,8 @@ def shifted_later(engine, *request):
 def far(engine, *request):
     """From the second sync on reports tokens as far less likely than they are: the rejection takes all of them."""
     off = 5.0 if engine.version else 0.0
-    return [
-        dataclasses.replace(one, log_probs=[value - off for value in one.log_probs]) for one in engine.sample(*request)
-    ]
+    samples = engine.sample(*request)
+    return [dataclasses.replace(sample, log_probs=[value - off for value in sample.log_probs]) for sample in samples]
 
 
 def silent(engine, *request):

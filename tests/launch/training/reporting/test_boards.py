@@ -7,13 +7,17 @@ import os
 import re
 import struct
 import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from megatron_rc.launch.training.reporting.boards import WandB, in_section
+from megatron_rc.launch.ending import FOLDER
+from megatron_rc.launch.training.reporting.boards import WandB, import_wandb, in_section
 from megatron_rc.launch.training.reporting.reporter import Reporter
 from megatron_rc.measures.histogram import Distribution
 from tests.support.ranks import Layout
@@ -226,3 +230,17 @@ def test_weights_and_biases_that_cannot_begin_end_the_run(offline, ranks, tmp_pa
     words = flags(tmp_path, *LIVE, "--wandb-project=sums", "--train-iters=2")
     (said,) = ranks.run(run_without_a_key, Layout(), words, str(tmp_path))
     assert re.match(r"ConfigurationError: --wandb-project sums failed \(UsageError: .*API key.*\): ", said)
+
+
+def test_temporary_folders_of_wandb_lie_in_the_launchers(tmp_path, monkeypatch):
+    """A stand-in that makes one when it is imported, as wandb does; a rank that is killed would leave it behind."""
+    (tmp_path / "wandb.py").write_text("import tempfile\nmade = tempfile.mkdtemp()\n")
+    folder = tmp_path / "launcher"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv(FOLDER, str(folder))
+    before = tempfile.gettempdir()
+    import_wandb()
+    assert Path(sys.modules.pop("wandb").made).parent == folder
+    assert tempfile.gettempdir() == before
