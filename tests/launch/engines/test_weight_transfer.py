@@ -400,6 +400,25 @@ def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
     assert server.version == "2"
 
 
+WITHOUT_TRANSFER = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+UNFIT = {
+    StreamServer: (
+        "/server_info",
+        {"vllm_config": WITHOUT_TRANSFER},
+        r"--rollout-weight-transfer.*--weight-transfer-config",
+    ),
+    SglangStreamServer: ("/get_server_info", {"tp_size": 2, "pp_size": 2}, r"has 2 pipeline stages.*--pp-size"),
+}
+
+
+def test_a_server_that_cannot_take_streams_is_told_how_to_start(either, tmp_path):
+    path, answer, message = UNFIT[type(either)]
+    either.always[path] = lambda _: answer
+    engine, _ = make_engine_and_senders(either, tmp_path)
+    with pytest.raises(EngineError, match=message):
+        engine.begin_update(0)
+
+
 @pytest.mark.parametrize(("path", "message"), [("takes", "did not take"), ("joins", "failed 1 times")])
 def test_a_server_that_refuses_is_one_error_before_the_limit(either, tmp_path, path, message):
     """Before a process of it has joined, or received anything."""
