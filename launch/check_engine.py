@@ -35,15 +35,15 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Become torchrun, and in its processes check the engine."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     if "RANK" in os.environ:
         from megatron_rc.launch.train_ppo import main as run_on_rank
 
-        run_on_rank(words, run=run_check)
+        run_on_rank(arguments, run=run_check)
     else:
         from megatron_rc.launch.__main__ import main as launch
 
-        launch(words, module="megatron_rc.launch.check_engine")
+        launch(arguments, module="megatron_rc.launch.check_engine")
 
 
 def run_check(config: RunConfig, task: Task) -> bool:
@@ -114,8 +114,8 @@ def _tokens(batch: RolloutBatch, text: Text) -> Tensor:
     rows = [tokens[mask].tolist() for tokens, mask in zip(batch.tokens, batch.response_mask, strict=True)]
     foreign = sum(token >= text.size for row in rows for token in row)
     left_out = {*text.ends.token_ids, text.pad}
-    known = [[token for token in row if token not in left_out] for row in rows]
-    again = sum(not foreign and text.tokens_of(text.decode(row)) == row for row in known)
+    plain_rows = [[token for token in row if token not in left_out] for row in rows]
+    again = sum(not foreign and text.tokens_of(text.decode(row)) == row for row in plain_rows)
     return torch.tensor([foreign, len(rows), again], dtype=torch.float64, device=batch.tokens.device)
 
 

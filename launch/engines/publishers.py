@@ -54,7 +54,7 @@ class FilePublisher(Publisher):
         client.read_files(str(self.directory.path), version)
 
     def end(self, client: ServerClient) -> None:
-        """Do nothing."""
+        """Do nothing: the server has answered that it has read the files."""
 
 
 class StreamPublisher(Publisher):

@@ -211,9 +211,9 @@ class ServerEngine:
 
     def _check_version(self, asked: int) -> None:
         """Check the version of a server that held ``asked`` some time ago; RestartedError if it has lost it."""
-        held = self.client.version()
-        if not (self._is_incomplete and held == INCOMPLETE):
-            VersionRange(asked, self._given).read(held, self.client.url)
+        version = self.client.version()
+        if not (self._is_incomplete and version == INCOMPLETE):
+            VersionRange(asked, self._given).read(version, self.client.url)
 
     def _update(self, version: int) -> None:
         """Make a whole update; again from the beginning if the server was away meanwhile."""

@@ -121,7 +121,6 @@ class SglangClient(ServerClient):
                 f"{self.url} reports log-probs before temperature {params.temperature}: start it without "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
-        self._log_probs_are_processed = False
         self._log_probs_are_processed = True
 
     def _likeliest(self, ask: Ask, temperature: float) -> float:
@@ -193,12 +192,12 @@ class SglangClient(ServerClient):
     def _version_of(self, ask: Ask, meta: Any, versions: VersionRange) -> int | None:
         """Version of the weights of an answer; None from a server that keeps no versions."""
         # "default" comes from a server that keeps no versions, or that got none since its start.
-        held = meta.get("weight_version", UNNAMED)
-        if held == str(ask.version):
+        version = meta.get("weight_version", UNNAMED)
+        if version == str(ask.version):
             self.keeps_version = True
-        if held == UNNAMED and not self.keeps_version:
+        if version == UNNAMED and not self.keeps_version:
             return None
-        return versions.read(held, self.url)
+        return versions.read(version, self.url)
 
     def _experts(self, meta: Any, shape: tuple[int, ...], where: str) -> Tensor:
         """[tokens, layers, top_k] from base64 of int32 numbers."""

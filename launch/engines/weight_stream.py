@@ -51,10 +51,10 @@ def register() -> None:
 
 def address_towards(host: str, port: int) -> str:
     """This machine's address on the way to a host, to which nothing is sent; OSError if no way leads there."""
-    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with closing(socket.socket(family, kind)) as end:
-        end.connect(place)
-        return str(end.getsockname()[0])
+    family, kind, _, _, address_of_host = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with closing(socket.socket(family, kind)) as endpoint:
+        endpoint.connect(address_of_host)
+        return str(endpoint.getsockname()[0])
 
 
 def open_store(address: str, timeout: float) -> Any:

@@ -44,15 +44,15 @@ class Rewards:
     @property
     def errors(self) -> int:
         """Number of responses that could not be scored."""
-        return sum(one.failure is not None for one in self.outcomes)
+        return sum(outcome.failure is not None for outcome in self.outcomes)
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """Sum of each component, and the number of responses that have it, by name."""
-        found = defaultdict[str, list[float]](list)
-        for one in self.outcomes:
-            for name, value in one.components.items():
-                found[name].append(value)
-        return {name: (sum(values), len(values)) for name, values in found.items()}
+        values_by_name = defaultdict[str, list[float]](list)
+        for outcome in self.outcomes:
+            for name, value in outcome.components.items():
+                values_by_name[name].append(value)
+        return {name: (sum(values), len(values)) for name, values in values_by_name.items()}
 
 
 class Rewarder:
@@ -105,7 +105,7 @@ class Rewarder:
         outcomes = [self._known(outcome) for outcome in self._scorer.score(requests)]
         self._keep_failures(self.source, requests, outcomes, {"step": step, "held_out": held_out})
         on_error = self.settings.reward_on_error
-        return Rewards([on_error if one.failure else one.reward for one in outcomes], outcomes)
+        return Rewards([on_error if outcome.failure else outcome.reward for outcome in outcomes], outcomes)
 
     def reply(
         self,
@@ -144,22 +144,22 @@ class Rewarder:
         where: Mapping[str, Any],
     ) -> None:
         """Write failures down; end the run for the first one, or say once that the run goes on."""
-        failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
-        for index, one in failed:
-            self._write(requests[index], one, {**where, "sample": index, "rule": source.name})
+        failed = [(index, outcome) for index, outcome in enumerate(outcomes) if outcome.failure is not None]
+        for index, outcome in failed:
+            self._write(requests[index], outcome, {**where, "sample": index, "rule": source.name})
         if not failed:
             return
         index, first = failed[0]
-        words = f"{source.name} {first.failure}, on response {requests[index]['response'][:80]!r}"
+        problem = f"{source.name} {first.failure}, on response {requests[index]['response'][:80]!r}"
         if self.settings.reward_errors == "stop":
             shown = f"its traceback:\n{first.traceback[-_SHOWN:]}\n" if first.traceback else ""
             raise RewardError(
-                f"{shown}{words}: the sample is in {self.file}; mend the rule, or go on with --reward-errors continue"
+                f"{shown}{problem}: the sample is in {self.file}; mend the rule, or go on with --reward-errors continue"
             )
         if not self._has_said:
             self._has_said = True
-            given = self.settings.reward_on_error
-            _log.error("%s: it gets %g, as all that follow; they are in %s", words, given, self.file)
+            reward = self.settings.reward_on_error
+            _log.error("%s: it gets %g, as all that follow; they are in %s", problem, reward, self.file)
 
     def _known(self, outcome: Outcome) -> Outcome:
         """Return the outcome, or a failure if the run has too many different components."""
@@ -200,10 +200,11 @@ def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Re
     factor = config.rewards.overlong_penalty_factor
     penalties = [factor * max(0, length - free) / buffer for length in lengths]
     outcomes = [
-        replace(one, components={**one.components, PENALTY: off})
-        for one, off in zip(rewards.outcomes, penalties, strict=True)
+        replace(outcome, components={**outcome.components, PENALTY: penalty})
+        for outcome, penalty in zip(rewards.outcomes, penalties, strict=True)
     ]
-    return Rewards([value - off for value, off in zip(rewards.values, penalties, strict=True)], outcomes)
+    values = [value - penalty for value, penalty in zip(rewards.values, penalties, strict=True)]
+    return Rewards(values, outcomes)
 
 
 class InProcess:

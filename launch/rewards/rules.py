@@ -59,10 +59,10 @@ class Source:
         if self.given is None:
             return _called_by_keywords(self._method_of_task(), self.name)
         if self.method == "reply" or is_python_spec(self.given):
-            found = load_python(self.given, f"--{self.method}")
-            if not callable(found) or isinstance(found, type):
-                raise ConfigurationError(f"{self.name} is {_kind(found)}: name a function")
-            return _called_by_keywords(found, self.name)
+            function = load_python(self.given, f"--{self.method}")
+            if not callable(function) or isinstance(function, type):
+                raise ConfigurationError(f"{self.name} is {_kind(function)}: name a function")
+            return _called_by_keywords(function, self.name)
         self.check()
         return _called_by_keywords(exact if self.given == EXACT else _math_rule(), self.name)
 
@@ -71,12 +71,12 @@ class Source:
         return read_score(value) if self.method == "reward" else read_reply(value)
 
     def _method_of_task(self) -> Rule:
-        found: Rule | None = None
+        method: Rule | None = None
         if self.task is not None and is_python_spec(self.task):
-            found = own_method(self.task, self.seed, self.method)
+            method = own_method(self.task, self.seed, self.method)
         elif self.task is not None and self.method == "reward":
-            found = make_task(self.task, self.seed).reward
-        if found is None:
+            method = make_task(self.task, self.seed).reward
+        if method is None:
             lacks = "has no reward of its own: give --reward"
             if self.method == "reply":
                 lacks = (
@@ -84,7 +84,7 @@ class Source:
                     "a task of your own with a method reply"
                 )
             raise ConfigurationError(f"{self.name} {lacks}")
-        return found
+        return method
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def verify_math(library: Any, *, prompt: str, response: str, label: Any, record:
     expected = [expression for expression in parsed if expression]
     if not expected:
         raise ValueError(f"math-verify finds no expression in the label {label!r}")
-    found = library.parse(response, parsing_timeout=None)
-    return float(any(library.verify(expression, found, timeout_seconds=None) for expression in expected))
+    answer = library.parse(response, parsing_timeout=None)
+    return float(any(library.verify(expression, answer, timeout_seconds=None) for expression in expected))
 
 
 def _check_label(label: Any, rule: str) -> None:
@@ -157,8 +157,8 @@ def _called_by_keywords(function: Any, name: str) -> Rule:
     return rule
 
 
-def _without(left_out: Set[str], rule: Rule, **given: Any) -> Any:
-    return rule(**{keyword: value for keyword, value in given.items() if keyword not in left_out})
+def _without(left_out: Set[str], rule: Rule, **arguments: Any) -> Any:
+    return rule(**{keyword: value for keyword, value in arguments.items() if keyword not in left_out})
 
 
 def _kind(value: Any) -> str:

@@ -46,8 +46,10 @@ def batch_of(
     mask = torch.zeros(shape, dtype=torch.bool)
     is_sampled = [is_sampled for sample in samples for is_sampled in sample.sampled]
     mask[is_used & (position >= starts)] = torch.tensor(is_sampled).bool()
-    log_probs = torch.zeros(shape)
-    log_probs[mask] = torch.tensor([log_prob for sample in samples for log_prob in sample.log_probs])
+    # Dtypes are named: this may run on a thread while transformers changes torch's default for all threads.
+    log_probs = torch.zeros(shape, dtype=torch.float32)
+    log_prob_of_each = [log_prob for sample in samples for log_prob in sample.log_probs]
+    log_probs[mask] = torch.tensor(log_prob_of_each, dtype=torch.float32)
     versions = torch.zeros(shape, dtype=torch.int32)
     version_of_each = [version for sample in samples for version in sample.versions]
     versions[mask] = torch.tensor(version_of_each, dtype=torch.int32)
@@ -62,7 +64,7 @@ def batch_of(
         policy_versions=versions,
         sample_ids=torch.arange(rows),
         group_ids=torch.arange(rows),
-        rewards=torch.zeros(rows),
+        rewards=torch.zeros(rows, dtype=torch.float32),
         finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
         sampling=sampling,
         routed_experts=_routed_experts(samples, length) if has_experts else None,
@@ -95,8 +97,9 @@ def samples_of(batch: RolloutBatch) -> list[tuple[list[int], Sample]]:
 
 def _turn_rewards(samples: Sequence[Conversation], mask: Tensor) -> Tensor:
     """[responses, length] float32; ``mask`` has the sampled tokens."""
-    rewards = torch.zeros(mask.shape)
-    rewards[mask] = torch.tensor([reward for sample in samples for reward in sample.turn_rewards])
+    rewards = torch.zeros(mask.shape, dtype=torch.float32)
+    reward_of_each = [reward for sample in samples for reward in sample.turn_rewards]
+    rewards[mask] = torch.tensor(reward_of_each, dtype=torch.float32)
     return rewards
 
 

@@ -82,8 +82,9 @@ class RecordedRollouts:
         # The run that wrote them failed or was killed at these steps.
         skipped = ", ".join(str(step) for step in _files_of_steps(folder) if step not in complete)
         if skipped:
-            words = "--load-rollouts %s: skipped steps %s, because files of some replicas are missing"
-            _log.warning(words, folder, skipped)
+            _log.warning(
+                "--load-rollouts %s: skipped steps %s, because files of some replicas are missing", folder, skipped
+            )
         self.length = length
         self.sequences = sequences
         self.prompts = prompts
@@ -140,10 +141,10 @@ def _check_split_rollouts(batch: RolloutBatch, config: RunConfig) -> None:
     """Check that a run can train on rollouts of several rows; ValueError names the flag that counts each row."""
     if not batch.has_split_rollouts:
         return
-    words = "counts each row as a response, and rows of these records are parts of one rollout (rollout_ids)"
+    reason = "counts each row as a response, and rows of these records are parts of one rollout (rollout_ids)"
     aggregation = config.loss.aggregation
     if aggregation.startswith("seq-mean"):
-        raise ValueError(f"--loss-aggregation {aggregation} {words}: use token-mean or token-sum")
+        raise ValueError(f"--loss-aggregation {aggregation} {reason}: use token-mean or token-sum")
     estimator = config.advantages.advantage_estimator
     if estimator == "optimal-token-baseline":
-        raise ValueError(f"--advantage-estimator {estimator} {words}: use an estimator of responses, such as grpo")
+        raise ValueError(f"--advantage-estimator {estimator} {reason}: use an estimator of responses, such as grpo")

@@ -168,18 +168,18 @@ class ExpertsBroadcast:
         parts = []
         for places in self._places:
             of_stage = experts.new_zeros((*experts.shape[:2], most, experts.shape[3]), dtype=torch.int16)
-            for layer, place in enumerate(places):
-                of_stage[:, :, layer] = experts[:, :, columns[place]]
+            for layer, number in enumerate(places):
+                of_stage[:, :, layer] = experts[:, :, columns[number]]
             of_stage[is_not_needed] = NOT_NEEDED
             parts.append(of_stage.to(self.config.launch.device))
         return parts
 
-    def _scattered(self, own: Tensor, parts: Sequence[Tensor] | None) -> Tensor:
-        """This stage's part; the first stage gives the parts of all."""
+    def _scattered(self, buffer: Tensor, parts: Sequence[Tensor] | None) -> Tensor:
+        """This stage's part, which may lie in ``buffer``; the first stage gives the parts of all."""
         pp = self.groups.pp
         if pp is None or group_size(pp) == 1:
-            return own if parts is None else parts[0]
+            return buffer if parts is None else parts[0]
         sent = None if parts is None else [part.view(torch.uint8) for part in parts]
-        received = own.view(torch.uint8)
+        received = buffer.view(torch.uint8)
         dist.scatter(received, sent, src=dist.get_global_rank(pp, 0), group=pp)
         return received.view(torch.int16)

@@ -160,9 +160,9 @@ class RolloutSampler:
             first_number = _REPLACED_FROM + attempt * _APART + first_prompt
             problems = [self._problems(first_number + index, 1)[0] for index in flat_indices]
             seed_of_attempt = derive_seed(seed, _REPLACED_FROM + attempt)
-            others = self._groups(problems, self.config.rollouts.grpo_group_size, seed_of_attempt, step)
-            for index, other in zip(flat_indices, others, strict=True):
-                groups[index] = other
+            replacements = self._groups(problems, self.config.rollouts.grpo_group_size, seed_of_attempt, step)
+            for index, replacement in zip(flat_indices, replacements, strict=True):
+                groups[index] = replacement
             num_replaced += len(flat_indices)
         return num_replaced
 

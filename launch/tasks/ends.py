@@ -91,7 +91,9 @@ def ends_of_directory(folder: str | Path) -> dict[str, tuple[int, ...]]:
             continue
 
         entry = _read_object(path).get("eos_token_id")
-        ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
+        if entry is None:
+            continue
+        ids = entry if isinstance(entry, list) else [entry]
         if not all(type(token) is int and token >= 0 for token in ids):
             raise ConfigurationError(
                 f"{path}: eos_token_id is {str(entry)[:80]}, expected an id or a list of ids: correct the file"

@@ -36,16 +36,19 @@ class PythonTask:
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Problems of the class."""
-        found = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
-        others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
-        if others or len(found) != count:
-            inside = "a list with " if isinstance(found, list) else ""
-            given = f"{inside}a {type(others[0]).__name__}" if others else f"{len(found)} of them"
+        problems: list[Problem] = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
+        result = None  # in words, if it is not what was asked for
+        if not isinstance(problems, list):
+            result = f"a {type(problems).__name__}"
+        elif strangers := [entry for entry in problems if not isinstance(entry, Problem)]:
+            result = f"a list with a {type(strangers[0]).__name__}"
+        elif len(problems) != count:
+            result = f"{len(problems)} of them"
+        if result is not None:
             raise ConfigurationError(
                 f"{self._user}: problems({start}, {count}, held_out={held_out}) must give a list of {count} "
-                f"megatron_rc.launch.tasks.Problem, it gave {given}"
+                f"megatron_rc.launch.tasks.Problem, it gave {result}"
             )
-        problems: list[Problem] = found
         for number, problem in enumerate(problems, start):
             name = f"problem {number} (held_out={held_out})"
             flaw = _call(self._user, name, self._flaw, problem)

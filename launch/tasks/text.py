@@ -189,7 +189,9 @@ class HuggingFaceText(Text):
                 f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
             )
         self.folder = Path(folder)
-        self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
+        self.chat = chat
+        self.eos = int(self.tokenizer.eos_token_id)
+        self.size = len(self.tokenizer)
         self.template_kwargs: dict[str, Any] = {}
         self.ends = ResponseEnds((self.eos,), decode=self.decode)
         pad = self.tokenizer.pad_token_id
@@ -256,10 +258,10 @@ class HuggingFaceText(Text):
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files; see :class:`Text`."""
-        found = [self.folder / name for name in _TOKENIZER_FILES if (self.folder / name).is_file()]
-        if not found:
+        files = [self.folder / name for name in _TOKENIZER_FILES if (self.folder / name).is_file()]
+        if not files:
             raise FileNotFoundError(f"{self.folder} holds no tokenizer any more")
-        for path in found:
+        for path in files:
             shutil.copyfile(path, folder / path.name)
 
     def _ids(self, text: str, special: bool) -> list[int]:
@@ -274,4 +276,9 @@ class HuggingFaceText(Text):
 
 def _count_at_end(token_ids: Sequence[int], token: int) -> int:
     """Number of tokens with this id at the end."""
-    return next((count for count, other in enumerate(reversed(token_ids)) if other != token), len(token_ids))
+    count = 0
+    for last in reversed(token_ids):
+        if last != token:
+            break
+        count += 1
+    return count

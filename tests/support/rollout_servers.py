@@ -50,7 +50,6 @@ class Server(ThreadingHTTPServer):
         faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
         always: by path, a function that changes every answer.
         most: largest number of requests at the same time.
-        connections: number of connections.
         hold: seconds that a response takes.
         together: a barrier that every response waits for, or None.
         breaks: True: connections end without an answer.
@@ -67,7 +66,7 @@ class Server(ThreadingHTTPServer):
         self.lines = []
         self.faults = {}
         self.always = {}
-        self.most = self.now = self.connections = 0
+        self.most = self.now = 0
         self.hold = 0.0
         self.together = None
         self.version = "default"
@@ -134,10 +133,6 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-
-    def setup(self):
-        super().setup()
-        self.server.connections += 1
 
     def do_GET(self):
         self.do_POST()

@@ -98,14 +98,14 @@ class JsonLines:
 
     def _refuse_other_formats(self, line: bytes) -> None:
         """Raise ConfigurationError if a first line that is no JSON object shows another file format."""
-        found = next((words for begin, words in _OTHER_FORMATS.items() if line.startswith(begin)), None)
+        other_format = next((words for begin, words in _OTHER_FORMATS.items() if line.startswith(begin)), None)
         text = line.strip()
         if text == b"[" or text.startswith(b"[{"):
-            found = "a JSON array: write each of its objects on a line of its own (jq -c '.[]' FILE)"
+            other_format = "a JSON array: write each of its objects on a line of its own (jq -c '.[]' FILE)"
         if text == b"{":
-            found = "one JSON value over several lines: write each prompt as an object on a line of its own"
-        if found is not None:
-            raise ConfigurationError(f"{self.name} {self.path} is {found}")
+            other_format = "one JSON value over several lines: write each prompt as an object on a line of its own"
+        if other_format is not None:
+            raise ConfigurationError(f"{self.name} {self.path} is {other_format}")
 
     @staticmethod
     def _state_of(descriptor: int) -> tuple[int, int, int]:

@@ -29,24 +29,25 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
         paths = list(words[1::2])
         wrong = [word for word, number in zip(words[::2], weights, strict=True) if number is None or number <= 0]
         if wrong or len(paths) < len(weights):
-            found = wrong[0] if wrong else words[-1]
+            entry = wrong[0] if wrong else words[-1]
             raise ConfigurationError(
-                f"{name} {' '.join(words)}: expected a positive weight and its path, got {found!r}: give a weight for "
+                f"{name} {' '.join(words)}: expected a positive weight and its path, got {entry!r}: give a weight for "
                 "each path (0.7 a.jsonl 0.3 b.jsonl), or for none"
             )
     stray = next((word for word in paths if _number(word) is not None), None)
     # a.jsonl and ./a.jsonl are the same file.
     files = [(path, os.path.realpath(path)) for path in paths]
-    twice = next(((one, other) for (one, file), (other, same) in combinations(files, 2) if file == same), None)
+    pairs = combinations(files, 2)
+    twice = next(((path, again) for (path, file), (again, file_again) in pairs if file == file_again), None)
     if stray is not None:
         raise ConfigurationError(
             f"{name} {' '.join(words)}: expected a path, got {stray!r}: give a weight before each path, or none (write "
             f"a file of that name as ./{stray})"
         )
     if twice is not None:
-        one, other = twice
-        again = "" if one == other else f" (again as {other})"
-        raise ConfigurationError(f"{name} names {one} twice{again}: give it once, with the sum of its weights")
+        path, again = twice
+        spelling = "" if path == again else f" (again as {again})"
+        raise ConfigurationError(f"{name} names {path} twice{spelling}: give it once, with the sum of its weights")
     return list(zip(paths, weights, strict=True))
 
 

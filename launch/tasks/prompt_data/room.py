@@ -59,8 +59,9 @@ class Room:
             return False
         roles = tuple(message["role"] for message in problem.messages)
         if roles not in self._frames:
-            short = replace(problem, prompt="a", messages=tuple({**said, "content": "a"} for said in problem.messages))
+            messages = tuple({**message, "content": "a"} for message in problem.messages)
+            short = replace(problem, prompt="a", messages=messages)
             _, self._frames[roles] = self._lengths(short)
         # Templates may show other keys of a message than its content.
-        said = sum(len(str(message)) for message in problem.messages) or len(problem.prompt)
-        return self._frames[roles] + _MOST_TOKENS * said <= self.tokens
+        num_characters = sum(len(str(message)) for message in problem.messages) or len(problem.prompt)
+        return self._frames[roles] + _MOST_TOKENS * num_characters <= self.tokens

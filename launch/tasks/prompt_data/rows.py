@@ -111,16 +111,16 @@ class RowFormat:
         if isinstance(prompt, str):
             return ({"role": "user", "content": prompt},) if self.chat else ()
         if not isinstance(prompt, list) or not prompt:
-            found = "no message" if prompt == [] else kind_of(prompt)
-            raise ValueError(f"has {found} under {self.input_key!r}, not a string or a list of messages")
+            kind = "no message" if prompt == [] else kind_of(prompt)
+            raise ValueError(f"has {kind} under {self.input_key!r}, not a string or a list of messages")
         for number, message in enumerate(prompt):
-            place = f"{self.input_key}[{number}]"
+            path = f"{self.input_key}[{number}]"
             if not isinstance(message, dict):
-                raise ValueError(f"has {kind_of(message)} as {place}, not a message with 'role' and 'content'")
+                raise ValueError(f"has {kind_of(message)} as {path}, not a message with 'role' and 'content'")
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
-                    found = kind_of(message[key]) if key in message else "nothing"
-                    raise ValueError(f"has {found} as {place}[{key!r}], not a string")
+                    kind = kind_of(message[key]) if key in message else "nothing"
+                    raise ValueError(f"has {kind} as {path}[{key!r}], not a string")
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends {self.input_key!r} with a message of the assistant: remove the answer")
         if not self.chat:

@@ -105,7 +105,10 @@ class PromptData:
             if file.rows.digest in trained:
                 _log.warning(
                     "%s %s has the rows of %s %s: evaluations use the prompts that are trained on",
-                    *(EVAL_DATA, file.path, PROMPT_DATA, trained[file.rows.digest]),
+                    EVAL_DATA,
+                    file.path,
+                    PROMPT_DATA,
+                    trained[file.rows.digest],
                 )
 
 

@@ -13,15 +13,15 @@ SECONDS = 60
 
 
 def call(engine, batch, samples, number=8):
-    """(thread, its results): a call for a rollout batch."""
+    """(thread, the responses that it gets): a call for a rollout batch."""
     prompts = [[2 + batch, index] for index in range(number)]
-    found = []
+    responses = []
     progress = Progress(batch, prompts, SamplingParams(), samples)
     thread = threading.Thread(
-        target=lambda: found.extend(engine.sample(prompts, SamplingParams(), TOKENS, batch, progress))
+        target=lambda: responses.extend(engine.sample(prompts, SamplingParams(), TOKENS, batch, progress))
     )
     thread.start()
-    return thread, found
+    return thread, responses
 
 
 def asked(server):
@@ -47,17 +47,17 @@ def test_batches_share_the_limit_and_an_evaluation_does_not_wait(server, tmp_pat
     then = [prompt[0] for prompt in asked(server)[10:]]
     # Three requests that were sent at once may come in any order.
     assert (first, sorted(then)) == ([4] * 3 + [9] + [3] * 6, [3] * 2 + [4] * 5)
-    for (_, found), samples in zip(threads, (later, earlier), strict=True):
-        assert found == [samples[index] for index in range(8)]
+    for (_, responses), samples in zip(threads, (later, earlier), strict=True):
+        assert responses == [samples[index] for index in range(8)]
 
 
 def test_after_a_restart_the_missing_responses_alone_are_asked_again(server, tmp_path):
     engine = given(VllmClient, server, tmp_path, 3, partial_rollouts=True, concurrency=1)
     server.faults[ROUTE] = [None] * 5 + [in_choice(weight_versions=[{"version": "default", "start": 0, "end": TOKENS}])]
-    thread, found = call(engine, 3, {})
+    thread, responses = call(engine, 3, {})
     thread.join(SECONDS)
     assert [prompt[1] for prompt in asked(server)] == [0, 1, 2, 3, 4, 5, 5, 6, 7]
-    assert (len(found), engine.restarts) == (8, 1)
+    assert (len(responses), engine.restarts) == (8, 1)
 
 
 def test_a_restarted_server_gets_its_weights_once(server, tmp_path):
@@ -66,14 +66,13 @@ def test_a_restarted_server_gets_its_weights_once(server, tmp_path):
     lost = in_choice(weight_versions=[{"version": "default", "start": 0, "end": TOKENS}])
     server.together = gate = threading.Event()
     server.faults[ROUTE] = [None] * 7 + [lost] + [None] * 7 + [lost]
-    kept = {}, {}
-    calls = [call(engine, 3, kept[0])]
+    calls = [call(engine, 3, {})]
     wait_until(lambda: len(asked(server)) == 8)
-    calls.append(call(engine, 4, kept[1]))
+    calls.append(call(engine, 4, {}))
     wait_until(lambda: len(asked(server)) == 16)
     gate.set()
-    for thread, found in calls:
+    for thread, responses in calls:
         thread.join(SECONDS)
-        assert len(found) == 8
+        assert len(responses) == 8
     assert engine.restarts == 1
     assert server.paths().count("/collective_rpc") == 2, "the first weights, and once more"

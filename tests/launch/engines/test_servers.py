@@ -363,6 +363,24 @@ def test_a_server_with_other_weights_is_found_out(engine, server, holds, message
     assert server.paths().count(give) == (1 if holds == "7" else 3), "it gets them twice more"
 
 
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status):
+    server.route_status = status
+    with pytest.raises(EngineError, match=rf"status {status}\): use vLLM 0\.32 or newer.* --enable-scale-out"):
+        given(VllmClient, server, tmp_path)
+
+
+@pytest.mark.parametrize(("faults", "updates"), [([(503, b"")], 1), ([], 0)], ids=["away", "there"])
+def test_a_server_that_names_no_versions_gets_its_weights_again_if_it_was_away(server, tmp_path, faults, updates):
+    """An older SGLang: nobody else tells whether it was started again."""
+    engine = given(SglangClient, server, tmp_path, 5)
+    server.always["/generate"] = in_meta(weight_version="absent")
+    server.faults["/generate"] = faults
+    server.seen.clear()
+    assert sample(engine)
+    assert server.paths().count("/update_weights_from_disk") == updates
+
+
 def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):
     engine = make_engine(VllmClient, server, tmp_path)
     server.faults["/reset_prefix_cache"] = [(502, b"")]

@@ -56,8 +56,8 @@ def test_sampling_follows_the_distribution(engine):
     """4,000 first tokens against the probabilities they were drawn with: within five standard errors each."""
     samples = engine.sample([[4, 5]] * 4000, SamplingParams(), 1, seed=0)
     drawn = torch.tensor([sample.token_ids[0] for sample in samples]).bincount(minlength=VOCABULARY) / 4000
-    wanted = engine.model(torch.tensor([[4, 5]])).logits[0, -1].softmax(-1)
-    assert ((drawn - wanted).abs() <= 5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
+    expected = engine.model(torch.tensor([[4, 5]])).logits[0, -1].softmax(-1)
+    assert ((drawn - expected).abs() <= 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-9).all()
 
 
 def test_weights_are_rounded_to_the_rollout_type():
@@ -80,8 +80,8 @@ def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype
         config = run_config(flags(tmp_path, model=model))
         config = find_family(config).hugging_face_config(config)
         torch.manual_seed(1)
-        given = transformers.AutoModelForCausalLM.from_config(config)
-        weights = [(name, tensor.detach()) for name, tensor in checkpoint_tensors(given).items()]
+        trained = transformers.AutoModelForCausalLM.from_config(config)
+        weights = [(name, tensor.detach()) for name, tensor in checkpoint_tensors(trained).items()]
         engine = TransformersEngine(config, dtype, ENDS, PAD, torch.device("cpu"))
         engine.load_weights(weights, 2)
         assert engine.version == 2
@@ -90,7 +90,7 @@ def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype
         changed = 0
         for name, parameter in engine.model.named_parameters():
             assert torch.equal(parameter, read[name]), name
-            changed += not torch.equal(parameter, given.state_dict()[name])
+            changed += not torch.equal(parameter, trained.state_dict()[name])
         assert changed > 10
 
 
@@ -99,12 +99,13 @@ def test_greedy_sampling(tmp_path):
     torch.manual_seed(0)
     engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
     prompts = [[3, 4], [5]] * 8
-    one = engine.sample(prompts, SamplingParams(top_k=1), 6, seed=0)
-    assert [s.token_ids for s in one] == [s.token_ids for s in engine.sample(prompts, SamplingParams(top_k=1), 6, 1)]
+    samples = engine.sample(prompts, SamplingParams(top_k=1), 6, seed=0)
+    of_other_seed = engine.sample(prompts, SamplingParams(top_k=1), 6, seed=1)
+    assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in of_other_seed]
     logits = engine.model(torch.tensor([prompts[0]])).logits[0, -1]
-    assert one[0].token_ids[0] == int(logits.argmax())
-    assert all(value == 0 for sample in one for value in sample.log_probs)
-    assert all(sample.support is None for sample in one), "the engine was not asked for kept tokens"
+    assert samples[0].token_ids[0] == int(logits.argmax())
+    assert all(value == 0 for sample in samples for value in sample.log_probs)
+    assert all(sample.support is None for sample in samples), "the engine was not asked for kept tokens"
 
 
 def kept_by_hand(logits, params):
@@ -116,15 +117,16 @@ def kept_by_hand(logits, params):
         ids = ids[: params.top_k]
         probabilities = probabilities[: params.top_k]
     total = sum(probabilities)
-    kept = []
+    of_top_p = []
     sum_before = 0.0
-    for one, probability in zip(ids, probabilities, strict=True):
+    for token, probability in zip(ids, probabilities, strict=True):
         if sum_before / total < params.top_p:
-            kept.append((one, probability))
+            of_top_p.append((token, probability))
         sum_before += probability
-    kept = [(one, probability) for one, probability in kept if probability >= params.min_p * kept[0][1]]
-    total = sum(probability for _, probability in kept)
-    return {one: math.log(probability / total) for one, probability in kept}
+    lowest = params.min_p * probabilities[0]
+    of_min_p = [(token, probability) for token, probability in of_top_p if probability >= lowest]
+    total = sum(probability for _, probability in of_min_p)
+    return {token: math.log(probability / total) for token, probability in of_min_p}
 
 
 @pytest.mark.parametrize(
@@ -146,16 +148,16 @@ def test_kept_tokens_and_log_probs_over_them_are_reported(tmp_path, params):
         ids, counts = sample.support
         assert ids.dtype == counts.dtype == torch.int32
         logits = engine.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
-        kept = ids.split(counts.tolist())
-        for row, token, log_prob, own in zip(logits, sample.token_ids, sample.log_probs, kept, strict=True):
-            wanted = kept_by_hand(row, params)
-            assert set(own.tolist()) == set(wanted)
-            assert log_prob == pytest.approx(wanted[token], abs=1e-4)
-            sizes.add(len(own))
+        ids_of_steps = ids.split(counts.tolist())
+        for row, token, log_prob, kept in zip(logits, sample.token_ids, sample.log_probs, ids_of_steps, strict=True):
+            expected = kept_by_hand(row, params)
+            assert set(kept.tolist()) == set(expected)
+            assert log_prob == pytest.approx(expected[token], abs=1e-4)
+            sizes.add(len(kept))
     assert min(sizes) < VOCABULARY
     assert len(sizes) > 1 or params.top_k == 4
-    (one,) = engine.sample([[3]], SamplingParams(), 2, seed=0)
-    assert one.support is None, "all tokens were kept"
+    (sample,) = engine.sample([[3]], SamplingParams(), 2, seed=0)
+    assert sample.support is None, "all tokens were kept"
 
 
 def test_a_prompt_of_several_responses_is_read_once(engine):
@@ -163,24 +165,23 @@ def test_a_prompt_of_several_responses_is_read_once(engine):
     generator = torch.Generator().manual_seed(3)
     different = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in (40, 33)]
     prompts = [prompt for prompt in different for _ in range(4)]
-    read = []
+    shapes = []  # of the tokens of each call of the model
     model = engine.model
 
-    def watched(**given):
-        read.append(tuple(given["input_ids"].shape))
-        return model(**given)
+    def watched(**arguments):
+        shapes.append(tuple(arguments["input_ids"].shape))
+        return model(**arguments)
 
     engine.model = watched
-    found = {}
-    for shares in (True, False):
-        engine._shares_prompts = shares
-        found[shares] = engine.sample(prompts, SamplingParams(), 8, 11), read.copy()
-        read.clear()
-    assert found[True][0] == found[False][0]
-    assert found[True][1][:2] == [(2, 40), (8, 1)]
-    assert found[False][1][:2] == [(8, 40), (8, 1)]
+    samples = engine.sample(prompts, SamplingParams(), 8, 11)
+    assert shapes[:2] == [(2, 40), (8, 1)]
+    shapes.clear()
+    engine._shares_prompts = False
+    assert engine.sample(prompts, SamplingParams(), 8, 11) == samples
+    assert shapes[:2] == [(8, 40), (8, 1)]
+    shapes.clear()
     # One response each, or so few tokens that other kernels compute them.
     engine._shares_prompts = True
     engine.sample(different, SamplingParams(), 1, 11)
     engine.sample([[3, 4, 5]] * 4, SamplingParams(), 1, 11)
-    assert read == [(2, 40), (4, 3)]
+    assert shapes == [(2, 40), (4, 3)]

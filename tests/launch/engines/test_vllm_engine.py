@@ -3,6 +3,7 @@
 ``tests/vllm/check_vllm.py`` has the rest with vLLM, on a CPU.
 """
 
+import os
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.vllm_args import OWN, read_engine_args
-from megatron_rc.launch.engines.vllm_engine import VllmEngine, _devices
+from megatron_rc.launch.engines.vllm_engine import VllmEngine, _devices, without_torchrun
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.rollouts import check_engine
 from megatron_rc.launch.rollouts.collector import RolloutCollector
@@ -91,6 +92,20 @@ def test_vllm_gets_this_ranks_gpu_and_the_next_ones(monkeypatch, visible, curren
         assert _devices(number) == found
         with pytest.raises(EngineError, match=rf"--rollout-tensor-parallel-size {5 - current} needs as many GPUs"):
             _devices(5 - current)
+
+
+def test_vllms_processes_do_not_see_the_trainers_job(monkeypatch):
+    """With torchrun's variables they would wait for its ranks."""
+    of_torchrun = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in of_torchrun.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    before = dict(os.environ)
+    with without_torchrun({"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "2"}):
+        assert not of_torchrun.keys() & os.environ.keys()
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("8", "2")
+    assert dict(os.environ) == before
 
 
 def test_vllm_sleeps_from_the_rollout_to_the_next_weights(tmp_path):

@@ -16,24 +16,25 @@ MODULUS = 2**64
 
 def factors(number, stream):
     """SplitMix64 over Python's integers."""
-    found = []
-    for place in range(1, number + 1):
-        state = (place * 0x9E3779B97F4A7C15 + stream * 0xD1342543DE82EF95) % MODULUS
+    numbers = []
+    for index in range(1, number + 1):
+        state = (index * 0x9E3779B97F4A7C15 + stream * 0xD1342543DE82EF95) % MODULUS
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB % MODULUS
-        found.append((state ^ (state >> 31)) | 1)
-    return found
+        numbers.append((state ^ (state >> 31)) | 1)
+    return numbers
 
 
 def expected_sum(content):
     content += bytes(-len(content) % 4)
-    words = [int.from_bytes(content[place : place + 4], "little", signed=True) for place in range(0, len(content), 4)]
+    integers = [int.from_bytes(content[at : at + 4], "little", signed=True) for at in range(0, len(content), 4)]
     columns = factors(WORDS_OF_ROW, 1)
-    rows = factors(len(words) // WORDS_OF_ROW + 1, 2)
-    return (
-        sum(word * columns[place % WORDS_OF_ROW] * rows[place // WORDS_OF_ROW] for place, word in enumerate(words))
-        % MODULUS
-    )
+    rows = factors(len(integers) // WORDS_OF_ROW + 1, 2)
+    total = 0
+    for index, integer in enumerate(integers):
+        row, column = divmod(index, WORDS_OF_ROW)
+        total += integer * columns[column] * rows[row]
+    return total % MODULUS
 
 
 def random_bytes(size, seed=0):
@@ -54,10 +55,8 @@ def test_the_sum_is_that_of_loops_wherever_the_bucket_lies(size, rows_at_once):
 
 def exchanged(bucket, first, second, size):
     changed = bucket.clone()
-    changed[first : first + size], changed[second : second + size] = (
-        bucket[second : second + size],
-        bucket[first : first + size],
-    )
+    changed[first : first + size] = bucket[second : second + size]
+    changed[second : second + size] = bucket[first : first + size]
     return changed
 
 

@@ -52,37 +52,37 @@ def test_buckets_hold_all_tensors_in_their_order_and_no_more_bytes_than_the_boun
     ]
     packed = list(buckets(((str(number), tensor) for number, tensor in enumerate(tensors)), 100))
     assert [entries["names"] for entries, _ in packed] == [["0", "1", "2"], ["3"], ["4", "5"]]
-    found = []
+    unpacked = []
     for entries, bucket in packed:
         size = sum(bytes_of(entries["dtype_names"], entries["shapes"]))
         assert (bucket.dtype, bucket.numel()) == (torch.uint8, size)
-        found += [one for _, one in opened(bucket, **entries)]
-    assert [one.data_ptr() for one in found if one.numel() == 0] == [0]
-    for one, other in zip(found, tensors, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert torch.equal(one.float(), other.float())
+        unpacked += [tensor for _, tensor in opened(bucket, **entries)]
+    assert [tensor.data_ptr() for tensor in unpacked if tensor.numel() == 0] == [0]
+    for received, tensor in zip(unpacked, tensors, strict=True):
+        assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(received.float(), tensor.float())
 
 
 def test_memory_of_this_machine_is_read_until_it_is_given_back():
     cpu = torch.device("cpu")
-    tensors = {"one": torch.randn(3, 5), "other": torch.arange(7)}
+    tensors = {"first": torch.randn(3, 5), "second": torch.arange(7)}
     ((entries, bucket),) = buckets(tensors.items())
-    with shared(bucket) as place:
+    with shared(bucket) as memory:
         for _ in range(2):
-            found = dict(opened(read_shared(**place, device=cpu), **entries))
-            assert all(torch.equal(found[name], one) for name, one in tensors.items())
-        with pytest.raises(RuntimeError, match=r"one to other .* checksums differ"):
-            opened(read_shared(**place, device=cpu), **entries | {"checksum": "0"})
+            received = dict(opened(read_shared(**memory, device=cpu), **entries))
+            assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+        with pytest.raises(RuntimeError, match=r"first to second .* checksums differ"):
+            opened(read_shared(**memory, device=cpu), **entries | {"checksum": "0"})
         with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
-            read_shared(2**22 + 1, place["memory"], cpu)  # no process has this number
+            read_shared(2**22 + 1, memory["memory"], cpu)  # no process has this number
     with pytest.raises(RuntimeError, match="--rollout-weight-transfer ipc needs"):
-        read_shared(**place, device=cpu)
-    assert torch.equal(found["one"], tensors["one"])
+        read_shared(**memory, device=cpu)
+    assert torch.equal(received["first"], tensors["first"])
 
 
-def sent(seed=0):
-    """A bucket of four tensors of equal size, as of four experts, and what describes it."""
-    generator = torch.Generator().manual_seed(seed)
+def packed_experts():
+    """A description and a bucket of four tensors of equal size, as of four experts."""
+    generator = torch.Generator().manual_seed(0)
     tensors = {f"experts.{number}": torch.randn(8, 8, generator=generator) for number in range(4)}
     ((entries, bucket),) = buckets(tensors.items())
     return entries, bucket
@@ -99,7 +99,8 @@ def words_shuffled(bucket):
 
 def two_words_exchanged(bucket):
     changed = bucket.clone()
-    changed[0:4], changed[400:404] = bucket[400:404], bucket[0:4]
+    changed[0:4] = bucket[400:404]
+    changed[400:404] = bucket[0:4]
     return changed
 
 
@@ -113,7 +114,7 @@ def a_bit_flipped(bucket):
     "change", [halves_exchanged, words_shuffled, two_words_exchanged, a_bit_flipped, lambda bucket: bucket.flip(0)]
 )
 def test_other_bytes_than_the_senders_are_refused(change):
-    entries, bucket = sent()
+    entries, bucket = packed_experts()
     with pytest.raises(RuntimeError, match=r"experts\.0 to experts\.3 .* checksums differ"):
         opened(change(bucket), **entries)
 
@@ -130,13 +131,13 @@ def test_other_bytes_than_the_senders_are_refused(change):
     ids=["names", "shape", "dtype", "longer", "other cut"],
 )
 def test_another_description_than_the_senders_is_refused(change):
-    entries, bucket = sent()
+    entries, bucket = packed_experts()
     with pytest.raises(RuntimeError, match="checksums differ"):
         opened(bucket, **entries | change)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"protocol": ""}, "the same release of megatron_rc"),
         ({"protocol": "megatron_rc weights 1"}, "megatron_rc weights 1"),
@@ -149,13 +150,13 @@ def test_another_description_than_the_senders_is_refused(change):
         ({"shapes": [8, 8, 8, 8]}, "shapes"),
     ],
 )
-def test_a_description_that_no_sender_gives_is_named(change, words):
-    entries, bucket = sent()
-    with pytest.raises(ValueError, match=words):
+def test_a_description_that_no_sender_gives_is_named(change, message):
+    entries, bucket = packed_experts()
+    with pytest.raises(ValueError, match=message):
         opened(bucket, **entries | change)
 
 
-PLACE = {
+MEETING = {
     "address": "127.0.0.1",
     "port": 29500,
     "transport": "gloo",
@@ -185,7 +186,7 @@ PLACE = {
 def test_a_meeting_that_no_sender_names_is_refused_before_any_connection(change):
     (name,) = change
     with pytest.raises(ValueError, match=name if name != "protocol" else "the same release"):
-        join(1, **PLACE | change)
+        join(1, **MEETING | change)
 
 
 @pytest.fixture
@@ -211,9 +212,9 @@ def test_no_other_file_is_read_than_a_senders_memory(secret, name_place):
     with pytest.raises(RuntimeError) as refused:
         read_shared(process, file, torch.device("cpu"))
     os.close(memory)
-    said = str(refused.value)
-    assert "s3cr3t" not in said
-    assert str(int.from_bytes(b"s3cr3t!!", "little")) not in said
+    message = str(refused.value)
+    assert "s3cr3t" not in message
+    assert str(int.from_bytes(b"s3cr3t!!", "little")) not in message
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def either(request):
         yield started
 
 
-def made(server, folder, seconds=5):
+def make_engine_and_senders(server, folder, seconds=5):
     """An engine, and two senders."""
     once = HttpClient(server.url, seconds, Retries(attempts=1))
 
@@ -253,15 +254,16 @@ def part(stage, seed=0):
 def send(engine, senders, seed=0):
     """Both senders at once; returns their errors."""
 
-    def run(sender, own):
+    def run(sender, part_of_sender):
+        detached = ((name, tensor.detach()) for name, tensor in part_of_sender)
         try:
-            tensors = engine.publisher.directory.tensors(((name, one.detach()) for name, one in own), dict(own))
-            send_weights(tensors, [sender], BUCKET_BYTES)
+            send_weights(engine.publisher.directory.tensors(detached, dict(part_of_sender)), [sender], BUCKET_BYTES)
         except EngineError as error:
             return str(error)
 
+    parts = [part(stage, seed) for stage in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        return [error for error in pool.map(run, senders, [part(stage, seed) for stage in range(2)]) if error]
+        return [error for error in pool.map(run, senders, parts) if error]
 
 
 def give(engine, senders, version, seed=0):
@@ -272,17 +274,17 @@ def give(engine, senders, version, seed=0):
 
 
 def test_two_senders_fill_a_server_of_two_processes(either, tmp_path):
-    engine, senders = made(server := either, tmp_path)
+    engine, senders = make_engine_and_senders(server := either, tmp_path)
     for version in (0, 1):
         give(engine, senders, version, seed=version)
-        want = {name: one.detach() for name, one in weights(version).items()}
-        want["lm_head.weight"] = want["model.embed_tokens.weight"]
+        expected = {name: tensor.detach() for name, tensor in weights(version).items()}
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         for received in server.received:
-            assert received.keys() == want.keys()
-            assert all(torch.equal(received[name], one) for name, one in want.items())
+            assert received.keys() == expected.keys()
+            assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
         assert (engine.version, server.version) == (version, str(version))
         assert sample(engine)[0].versions == [version] * 4
-    largest = want["lm_head.weight"].nbytes
+    largest = expected["lm_head.weight"].nbytes
     assert set(server.buckets) >= {largest}
     assert max(size for size in server.buckets if size != largest) <= BUCKET_BYTES
     assert [path.name for path in engine.publisher.directory.path.glob("*")] == ["config.json"]
@@ -300,20 +302,20 @@ ORDERS = {
 
 
 def test_the_order_of_an_update(either, tmp_path):
-    engine, senders = made(server := either, tmp_path)
+    engine, senders = make_engine_and_senders(server := either, tmp_path)
     engine.begin_update(3)
     assert server.version == INCOMPLETE
     assert send(engine, senders) == []
     engine.end_update()
     first, last = ORDERS[type(server)]
-    found = server.paths()[server.paths().index(first[0]) :]
-    assert (found[: len(first)], found[-len(last) :]) == (first, last)
-    assert set(found[len(first) : -len(last)]) <= {"/get_world_size", "/get_server_info", server.joins, server.takes}
+    paths = server.paths()[server.paths().index(first[0]) :]
+    assert (paths[: len(first)], paths[-len(last) :]) == (first, last)
+    assert set(paths[len(first) : -len(last)]) <= {"/get_world_size", "/get_server_info", server.joins, server.takes}
 
 
 def test_torchs_own_groups_find_the_sender():
     """SGLang makes its group by these functions of torch."""
-    found = []
+    buckets_of_server = []
     tensor = torch.arange(11, dtype=torch.float32)
     limit = timedelta(seconds=60)
 
@@ -321,32 +323,33 @@ def test_torchs_own_groups_find_the_sender():
         processes = 1
 
         def _join(self, rank, info):
-            place = f"tcp://{info['master_address']}:{info['master_port']}"
+            url = f"tcp://{info['master_address']}:{info['master_port']}"
             name = info["group_name"]
-            meeting = distributed_c10d.rendezvous(place, info["rank_offset"] + rank, info["world_size"], timeout=limit)
+            meeting = distributed_c10d.rendezvous(url, info["rank_offset"] + rank, info["world_size"], timeout=limit)
             store, rank, size = next(meeting)
+            prefixed = distributed_c10d.PrefixStore(name, store)
             self.groups[0], _ = distributed_c10d._new_process_group_helper(
-                *(size, rank, [], "gloo", distributed_c10d.PrefixStore(name, store)), group_name=name, timeout=limit
+                size, rank, [], "gloo", prefixed, group_name=name, timeout=limit
             )
 
         def _receive(self, rank, info):
             bucket = torch.empty(tensor.nbytes, dtype=torch.uint8)
             self.groups[0].broadcast(bucket, 0).wait()
-            found.append(bucket.view(torch.float32))
+            buckets_of_server.append(bucket.view(torch.float32))
 
     with running(kind=Server) as server:
         sender = SglangSender(HttpClient(server.url, 60, Retries(attempts=1)), 0, "gloo")
         send_weights([("weight", tensor)], [sender])
         distributed_c10d._world.pg_group_ranks[server.groups[0]] = {}  # torch forgets the group
         distributed_c10d.destroy_process_group(server.groups[0])
-    assert torch.equal(found[0], tensor)
+    assert torch.equal(buckets_of_server[0], tensor)
 
 
 @pytest.mark.parametrize("guess", [None, "0" * 32], ids=["no word", "another word"])
 def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp_path, guess):
     """The stranger does all that a process of the server does, but does not know the word of the HTTP request."""
     counted = []
-    ends = []
+    groups_of_strangers = []
 
     def intrude(address, port):
         store = dist.TCPStore(address, port, is_master=False)
@@ -354,9 +357,9 @@ def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp
         keys.add(ARRIVED, server.processes)
         counted.append(port)
         try:
-            ends.append(StreamGroup(keys, 1, 1 + server.processes, "gloo", address, 2))
+            groups_of_strangers.append(StreamGroup(keys, 1, 1 + server.processes, "gloo", address, 2))
         except RuntimeError:
-            ends.append(None)
+            groups_of_strangers.append(None)
 
     class Watched(VllmSender):
         def _meet(self, address, store):
@@ -367,53 +370,71 @@ def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp
             return super()._meet(address, store)
 
     threads = []
-    engine, _ = made(server, tmp_path, seconds=20)
+    engine, _ = make_engine_and_senders(server, tmp_path, seconds=20)
     senders = [Watched(engine.client.once, stage, "gloo") for stage in range(2)]
     give(engine, senders, 1)
     for thread in threads:
         thread.join()
-    assert ends == [None, None], "a stranger is in a group"
-    want = {name: one.detach() for name, one in weights(0).items()}
+    assert groups_of_strangers == [None, None], "a stranger is in a group"
     for received in server.received:
-        assert all(torch.equal(received[name], one) for name, one in want.items())
+        assert all(torch.equal(received[name], tensor) for name, tensor in weights(0).items())
     words = {body["init_info"]["word"] for path, body in server.seen if path == server.joins}
     assert len(words) == 2
     assert min(map(len, words)) >= 32
 
 
 def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):
-    engine, senders = made(server, tmp_path)
+    engine, senders = make_engine_and_senders(server, tmp_path)
     engine.begin_update(1)
     send_weights(part(0), senders[:1], BUCKET_BYTES)
-    other, others = made(server, tmp_path)
+    next_engine, next_senders = make_engine_and_senders(server, tmp_path)
     server.seen.clear()
     server.faults["/finish_weight_update"] = [(500, {"detail": "no update is under way"})]
-    other.begin_update(2)
+    next_engine.begin_update(2)
     assert [path for path in server.paths() if path.endswith("_weight_update")] == [
         "/finish_weight_update",
         "/start_weight_update",
     ]
-    assert send(other, others) == []
-    other.end_update()
+    assert send(next_engine, next_senders) == []
+    next_engine.end_update()
     assert server.version == "2"
 
 
-@pytest.mark.parametrize(("path", "words"), [("takes", "did not take"), ("joins", "failed 1 times")])
-def test_a_server_that_refuses_is_one_error_before_the_limit(either, tmp_path, path, words):
+WITHOUT_TRANSFER = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+UNFIT = {
+    StreamServer: (
+        "/server_info",
+        {"vllm_config": WITHOUT_TRANSFER},
+        r"--rollout-weight-transfer.*--weight-transfer-config",
+    ),
+    SglangStreamServer: ("/get_server_info", {"tp_size": 2, "pp_size": 2}, r"has 2 pipeline stages.*--pp-size"),
+}
+
+
+def test_a_server_that_cannot_take_streams_is_told_how_to_start(either, tmp_path):
+    path, answer, message = UNFIT[type(either)]
+    either.always[path] = lambda _: answer
+    engine, _ = make_engine_and_senders(either, tmp_path)
+    with pytest.raises(EngineError, match=message):
+        engine.begin_update(0)
+
+
+@pytest.mark.parametrize(("path", "message"), [("takes", "did not take"), ("joins", "failed 1 times")])
+def test_a_server_that_refuses_is_one_error_before_the_limit(either, tmp_path, path, message):
     """Before a process of it has joined, or received anything."""
-    engine, senders = made(server := either, tmp_path, seconds=3600)
+    engine, senders = make_engine_and_senders(server := either, tmp_path, seconds=3600)
     engine.begin_update(1)
     server.faults[getattr(server, path)] = [(500, {"detail": "no memory"})] * 2
     errors = send(engine, senders)
     assert len(errors) == 2
     for error in errors:
-        assert words in error
+        assert message in error
         assert "no memory" in error
     assert server.version == INCOMPLETE
 
 
 def test_a_process_that_falls_silent_ends_at_the_limit(server, tmp_path):
-    engine, senders = made(server, tmp_path)
+    engine, senders = make_engine_and_senders(server, tmp_path)
     engine.begin_update(1)
     senders[0].client.timeout = 0.5
     with (
@@ -425,7 +446,7 @@ def test_a_process_that_falls_silent_ends_at_the_limit(server, tmp_path):
 
 def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
     """The server's version is no number then, on the thread that samples; and a new batch may begin."""
-    engine, senders = made(server, tmp_path)
+    engine, senders = make_engine_and_senders(server, tmp_path)
     give(engine, senders, 0)
     engine.begin_update(1)
     server.version = "0"  # of the responses
@@ -435,7 +456,7 @@ def test_a_batch_ends_while_an_update_is_under_way(server, tmp_path):
 
 @pytest.mark.parametrize("finds_it", [sample, lambda engine: engine.begin_update(5)], ids=["rollout", "update"])
 def test_a_server_that_was_started_again_ends_the_run(either, tmp_path, finds_it):
-    engine, senders = made(server := either, tmp_path)
+    engine, senders = make_engine_and_senders(server := either, tmp_path)
     give(engine, senders, 4)
     server.version = "default"
     with pytest.raises(EngineError, match=r"lost the weights of step 4.*--max-restarts"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines.rounding import DTYPES
-from megatron_rc.launch.rollouts.agreement import ROUNDING, lag_distances, tolerance
+from megatron_rc.launch.rollouts.agreement import ROUNDING, judge, lag_distances, tolerance
 from tests.support.recorded_training import flags, run_config
 
 
@@ -18,6 +18,11 @@ def test_distances_by_hand():
     assert lag_distances(train, rollout, mask, positions).tolist() == [3, 8, 0, 2]
     positions[0, 1] = 5
     assert lag_distances(train, rollout, mask, positions).tolist()[-1] == 0
+
+
+def test_responses_without_two_neighbouring_tokens_tell_nothing():
+    (finding,) = judge({1.0: [0, 0, 0, 0]}, 1.0, 0.1)
+    assert (finding.about, finding.agrees) == ("log-probs", False)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,23 @@ def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
     assert torch.equal(again.tokens, batch.tokens)
 
 
+def test_no_prompt_is_drawn_twice(tmp_path, monkeypatch):
+    made = sampler(tmp_path, "--dynamic-sampling=2")
+    problems = made.task.problems
+    drawn = []
+
+    def watched(start, count, *, held_out=False):
+        drawn.extend(range(start, start + count))
+        return problems(start, count, held_out=held_out)
+
+    monkeypatch.setattr(made.task, "problems", watched)
+    num_first_draws = 0
+    for step in range(6):
+        num_first_draws += made.sample(step).batch.group_ids.unique().numel()
+    assert len(drawn) > num_first_draws, "some were replaced"
+    assert len(drawn) == len(set(drawn))
+
+
 def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_path):
     made = sampler(tmp_path, "--advantage-estimator=remax", "--dynamic-sampling=1")
     sampled = made.sample(0)

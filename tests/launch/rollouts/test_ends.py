@@ -42,10 +42,10 @@ def engine_of(folder, *more):
 def greedy_of_both(folder, prompts, *more, **generation):
     """Pairs of our greedy response and of the tokens that transformers' ``generate`` gives, with its padding."""
     engine, _, task = engine_of(folder, *more)
-    found = engine.sample(prompts, SamplingParams(top_k=1), 12, seed=0)
+    samples = engine.sample(prompts, SamplingParams(top_k=1), 12, seed=0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    wanted = model.generate(torch.tensor(prompts), do_sample=False, max_new_tokens=12, **generation)
-    return list(zip(found, wanted[:, len(prompts[0]) :].tolist(), strict=True)), task.text.ends
+    generated = model.generate(torch.tensor(prompts), do_sample=False, max_new_tokens=12, **generation)
+    return list(zip(samples, generated[:, len(prompts[0]) :].tolist(), strict=True)), task.text.ends
 
 
 def test_responses_stop_where_transformers_generate_stops(folder):
@@ -54,7 +54,7 @@ def test_responses_stop_where_transformers_generate_stops(folder):
     assert ends.token_ids == tuple(ENDS)
     lasts = set()
     for sample, row in pairs:
-        length = next((place + 1 for place, token in enumerate(row) if token in ENDS), 12)
+        length = next((index + 1 for index, token in enumerate(row) if token in ENDS), 12)
         assert sample.token_ids == row[:length]
         assert sample.finish_reason == ("stop" if row[length - 1] in ENDS else "length")
         lasts.add(sample.token_ids[-1])
@@ -65,16 +65,17 @@ def test_stop_strings_end_responses_as_those_of_generate(folder):
     """The string has two tokens and begins with none of the prompts' ones; the tokens that spell it are kept."""
     engine, _, task = engine_of(folder)
     prompts = [[first, second] for first in PLAIN[:10] for second in PLAIN[:10]]
-    spelled = [task.text.decode(one.token_ids) for one in engine.sample(prompts, SamplingParams(top_k=1), 12, seed=0)]
+    samples = engine.sample(prompts, SamplingParams(top_k=1), 12, seed=0)
+    spelled = [task.text.decode(sample.token_ids) for sample in samples]
     letters = [text[at : at + 2] for text in spelled for at in range(2, 9) if text[at : at + 2].isalpha()]
     letters = [pair for pair in letters if not any(pair in marker for marker in TOKENS[: PLAIN[0]])]
     string = max(letters, key=letters.count)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found, ends = greedy_of_both(
+    pairs, ends = greedy_of_both(
         folder, prompts, f"--rollout-stop={string}", stop_strings=[string], tokenizer=tokenizer
     )
     stopped = 0
-    for sample, row in found:
+    for sample, row in pairs:
         text = task.text.decode(sample.token_ids)
         assert sample.token_ids == row[: len(sample.token_ids)]
         assert set(row[len(sample.token_ids) :]) <= {END}, "generate fills its batch behind an end"
@@ -92,16 +93,15 @@ def test_the_record_ends_with_an_end_token_and_rewards_read_the_text_before_it(f
     engine, config, task = engine_of(folder, OF_TOKENS, *["--rollout-skip-special-tokens"] * skips)
     sampler = RolloutSampler(config, task, engine, 0)
     sampled = sampler.sample(0)
+    batch = sampled.batch
+    reasons = batch.finish_reasons.tolist()
+    rewards = batch.rewards.tolist()
     lengths = []
     lasts = []
-    for row, mask, reason, reward in zip(
-        *(sampled.batch.tokens.tolist(), sampled.batch.response_mask),
-        *(sampled.batch.finish_reasons.tolist(), sampled.batch.rewards.tolist()),
-        strict=True,
-    ):
-        places = mask.nonzero().flatten().tolist()
-        assert places == list(range(2, 2 + len(places))), "the prompt has two digits"
-        response = [row[place] for place in places]
+    for row, mask, reason, reward in zip(batch.tokens.tolist(), batch.response_mask, reasons, rewards, strict=True):
+        positions = mask.nonzero().flatten().tolist()
+        assert positions == list(range(2, 2 + len(positions))), "the prompt has two digits"
+        response = [row[position] for position in positions]
         assert not set(response[:-1]) & set(ENDS)
         assert FINISH_REASONS[reason] == ("stop" if response[-1] in ENDS else "length")
         assert response[-1] in ENDS or len(response) == 10
@@ -128,31 +128,30 @@ class Scripted:
 
 def test_a_turn_that_any_token_ends_gets_a_reply_which_knows_the_token(folder):
     """Only those that end with <|observation|> are answered; markers stay in the texts of earlier turns."""
-    words = ["--max-turns=2", "--reply=python:tests.support.user_replies:after_observation", "--seq-length=24"]
-    words += ["--grpo-prompts-per-step=1", "--global-batch-size=4", "--micro-batch-size=4", OF_TOKENS]
-    config, task = configure(words_of(folder, *words), 1)
-    one, two, three = PLAIN[:3]
-    first = [[one, OBSERVATION], [two, USER], [ASSISTANT, three, OBSERVATION], [one, END]]
-    engine = Scripted(first, [[two, USER], [three, OBSERVATION]])
+    turns = ["--max-turns=2", "--reply=python:tests.support.user_replies:after_observation", "--seq-length=24"]
+    sizes = ["--grpo-prompts-per-step=1", "--global-batch-size=4", "--micro-batch-size=4"]
+    config, task = configure(words_of(folder, *turns, *sizes, OF_TOKENS), 1)
+    zero, one, two, seven = (TOKENS.index(digit) for digit in "0127")
+    first = [[zero, OBSERVATION], [one, USER], [ASSISTANT, two, OBSERVATION], [zero, END]]
+    engine = Scripted(first, [[one, USER], [two, OBSERVATION]])
     sampler = RolloutSampler(config, task, engine, 0)
-    asked = []
+    requests_seen = []
     replies = sampler.rewarder._replies
     sampler.rewarder._replies = SimpleNamespace(
-        score=lambda requests: asked.extend(requests) or replies.score(requests), close=replies.close
+        score=lambda requests: requests_seen.extend(requests) or replies.score(requests), close=replies.close
     )
     batch = sampler.sample(0).batch
-    seven = TOKENS.index("7")
     rows = [batch.tokens[row, 2:10].tolist() for row in range(4)]
-    assert rows[0] == [one, OBSERVATION, seven, two, USER, END, END, END]
-    assert rows[1] == [two, USER, *[END] * 6]
-    assert rows[2] == [ASSISTANT, three, OBSERVATION, seven, three, OBSERVATION, END, END]
-    assert rows[3] == [one, *[END] * 7]
+    assert rows[0] == [zero, OBSERVATION, seven, one, USER, END, END, END]
+    assert rows[1] == [one, USER, *[END] * 6]
+    assert rows[2] == [ASSISTANT, two, OBSERVATION, seven, two, OBSERVATION, END, END]
+    assert rows[3] == [zero, *[END] * 7]
     assert batch.response_mask[:, 2:8].int().tolist() == [
         [1, 1, 0, 1, 1, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 1, 1],
         [1, 1, 0, 0, 0, 0],
     ]
-    assert [request["token_ids"] for request in asked[:4]] == first
-    assert [request["response"] for request in asked[:4]] == ["0", "1", "<|assistant|>2", "0"]
-    assert [request["turns"] for request in asked[4:]] == [[("0", "7")], [("<|assistant|>2", "7")]]
+    assert [request["token_ids"] for request in requests_seen[:4]] == first
+    assert [request["response"] for request in requests_seen[:4]] == ["0", "1", "<|assistant|>2", "0"]
+    assert [request["turns"] for request in requests_seen[4:]] == [[("0", "7")], [("<|assistant|>2", "7")]]

@@ -131,6 +131,16 @@ def test_a_few_answers_are_written_down(tmp_path):
     assert third["data"] == "aime", "of several files"
 
 
+def test_responses_that_could_not_be_scored_are_counted_and_written(tmp_path):
+    outcomes = [Outcome(failure="raised ValueError: no"), Outcome(1.0)]
+    unscored = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], outcomes)
+    sums = sums_by_name([unscored, graded(1, 1)], 2, [])
+    assert metrics_of(sums, 2)["eval/reward_errors"] == 1
+    write([unscored], config_of(tmp_path), 6)
+    (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
+    assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
+
+
 def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
     config = config_of(tmp_path)
     for step in (0, 2, 4):

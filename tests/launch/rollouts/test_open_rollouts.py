@@ -67,6 +67,28 @@ def test_responses_come_back_to_the_call_that_asked_for_them(made, tmp_path):
     assert through_a_checkpoint(last, made(), tmp_path / "later", 4) == []
 
 
+def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
+    before = made()
+    after = made()
+    experts = torch.randint(0, 99, (5, 3, 2), dtype=torch.int16)
+    support = torch.tensor([3, 4, 9, 9, 5, 9]).int(), torch.tensor([2, 1, 2, 1]).int()
+    sample = response([3, 9, 9, 9], [4] * 4, routed_experts=experts, support=support)
+    params = SamplingParams(top_p=0.9)
+    before.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0] = sample
+    through_a_checkpoint(before, after, tmp_path / "step", 4)
+    restored = after.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0]
+    assert torch.equal(restored.routed_experts, experts)
+    assert torch.equal(restored.support[0], support[0])
+    assert torch.equal(restored.support[1], support[1])
+
+
+def test_bad_responses_are_not_kept(made, tmp_path):
+    before = made()
+    bad = {0: response([], []), 1: response([3, 9, 9, 9], [4] * 4, fault="the log-prob is nan")}
+    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples.update(bad)
+    assert through_a_checkpoint(before, made(), tmp_path / "step", 4) == []
+
+
 WHOLE = response([3, 9, 9, 9], [3, 3, 4, 4])
 ENDED = response([5, 1], [4, 4], "stop")
 OTHERS = {

@@ -49,7 +49,7 @@ class OpenEngine(CountingEngine):
         return [self.response(index, versions) for index, _ in enumerate(prompts)]
 
     def response(self, index, versions):
-        log_probs = [-1.0 - 0.02 * ((index + place) % 7) for place in range(LENGTH)]
+        log_probs = [-1.0 - 0.02 * ((index + position) % 7) for position in range(LENGTH)]
         return Sample([3 + index % 2] * LENGTH, log_probs, "length", versions=versions)
 
 
@@ -60,10 +60,10 @@ def test_weights_change_within_responses(ranks, tmp_path):
     assert (error, left) == (None, [])
     assert calls == [[0, 0, 1, 2]]
     assert threads == [{"rollouts"}]
-    found = rows(tmp_path)
-    assert [row["rollout/staleness_max"] for row in found] == [0, 1, 1, 1]
-    assert [row["rollout/staleness_mean"] for row in found] == [0, *[OLD / LENGTH] * 3]
-    for row in found[1:]:
+    metrics = rows(tmp_path)
+    assert [row["rollout/staleness_max"] for row in metrics] == [0, 1, 1, 1]
+    assert [row["rollout/staleness_mean"] for row in metrics] == [0, *[OLD / LENGTH] * 3]
+    for row in metrics[1:]:
         assert row["rollout_corr/staleness_1_token_fraction"] == OLD / LENGTH
         assert row["rollout_corr/staleness_0_token_fraction"] == 1 - OLD / LENGTH
     for step in range(1, 4):
@@ -79,10 +79,10 @@ def single(ranks, tmp_path_factory):
     ranks.run(save_initial, Layout(), flags(folder, *LIVE, f"--save={folder}/start"))
     start = [f"--load={folder}/start", "--finetune", "--optimizer=sgd", "--lr=0.05", "--train-iters=3"]
 
-    def run(layout, place, *more):
-        words = partial(place, *layout.flags(), *start, *more, servers=layout.dp)
+    def run(layout, run_folder, *more):
+        words = partial(run_folder, *layout.flags(), *start, *more, servers=layout.dp)
         assert [error for error, *_ in ranks.run(run_with, layout, words, EvenEngine)] == [None] * layout.world
-        return without_times(place)
+        return without_times(run_folder)
 
     return run, {name: run(Layout(), folder / name, *more) for name, more in USERS.items()}
 
@@ -97,12 +97,12 @@ CASES = [(Layout(tp=2), "interpolated"), (Layout(pp=2), "bypass"), (Layout(dp=2)
 @pytest.mark.parametrize(("layout", "users"), CASES, ids=str)
 def test_every_layout_takes_the_same_steps(tmp_path, single, layout, users):
     """Bounds by staleness, interpolation and the breakdown use the version of each token."""
-    run, known = single
-    for one, other in zip(known[users], run(layout, tmp_path, *USERS[users]), strict=True):
-        shared = [name for name in one if name.startswith(("rollout_corr/", "rollout/", "loss/"))]
-        assert any("staleness_1" in name for name in shared) == (one["step"] > 1)
-        for name in shared:
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+    run, rows_of_one_rank = single
+    for expected, row in zip(rows_of_one_rank[users], run(layout, tmp_path, *USERS[users]), strict=True):
+        names = [name for name in expected if name.startswith(("rollout_corr/", "rollout/", "loss/"))]
+        assert any("staleness_1" in name for name in names) == (expected["step"] > 1)
+        for name in names:
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
 class EvenEngine(OpenEngine):

@@ -22,29 +22,29 @@ PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
 # The second and the fourth layer have experts.
 MODEL = [f"--num-experts={EXPERTS}", "--moe-layer-freq=[0,1,0,1]", "--moe-ffn-hidden-size=2", "--moe-router-topk=3"]
 REPLAY = ["--moe-enable-routing-replay"]
-HELD = [1, 3]
+LAYERS_WITH_EXPERTS = [1, 3]
 
 
 def collected(words):
-    """The local experts with the sequence and the position of each token, whether it is real, and what was said."""
+    """The local experts with the sequence and the position of each token, whether it is real, and warnings."""
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
 
     config, task = configure(words, torch.distributed.get_world_size())
     groups = ParallelGroups.from_megatron()
-    said = []
-    with mock.patch.object(logging.getLogger("megatron_rc"), "warning", said.append):
+    warnings = []
+    with mock.patch.object(logging.getLogger("megatron_rc"), "warning", warnings.append):
         collector = RolloutCollector(config, task, groups)
         batches = [collector.collect(step) for step in (0, 2)]
     cut = cut_batch(batches[0], config, groups)
     local = cut.local
-    pieces = [cut.local.piece(one) for each in cut.cuts for one in each]
+    pieces = [cut.local.piece(micro_batch) for mini_batch in cut.cuts for micro_batch in mini_batch]
     assert [piece.routed_experts is None for piece in pieces] == [local.routed_experts is None] * len(pieces)
     if local.routed_experts is not None:
         assert torch.equal(torch.cat([piece.routed_experts for piece in pieces]), local.routed_experts)
     sequence = local.layout.expand(local.sequence_ids)
-    return local.routed_experts, sequence, local.positions, local.layout.expand(cut.rows) >= 0, said
+    return local.routed_experts, sequence, local.positions, local.layout.expand(cut.rows) >= 0, warnings
 
 
 def record(folder, batch):
@@ -57,8 +57,8 @@ def table():
     """Experts that name their sample, position and layer; [sequences, length, layers, top_k]."""
     sample = torch.arange(SEQUENCES).view(-1, 1, 1, 1)
     position = torch.arange(LENGTH).view(1, -1, 1, 1)
-    own = torch.arange(LAYERS * TOP_K).view(LAYERS, TOP_K)
-    return ((sample * LENGTH + position) * LAYERS * TOP_K + own) % EXPERTS
+    layer_and_slot = torch.arange(LAYERS * TOP_K).view(LAYERS, TOP_K)
+    return ((sample * LENGTH + position) * LAYERS * TOP_K + layer_and_slot) % EXPERTS
 
 
 @pytest.mark.parametrize(
@@ -74,28 +74,29 @@ def table():
 def test_every_rank_has_the_experts_of_its_tokens_and_layers(ranks, tmp_path, layout, more, of_all_layers):
     batch = recorded_batch(0)
     whole = table()
-    recorded = whole if of_all_layers else whole[:, :, HELD]
+    recorded = whole if of_all_layers else whole[:, :, LAYERS_WITH_EXPERTS]
     record(tmp_path / "rollouts", replace(batch, routed_experts=recorded.short()))
     words = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *layout.flags(), *MODEL, *more)
-    stages = {1: [HELD], 2: [[1], [3]]}[layout.pp]
+    stages = {1: [LAYERS_WITH_EXPERTS], 2: [[1], [3]]}[layout.pp]
     if layout.vpp:
-        stages = [[], HELD]  # the second stage has the second and the fourth layer
+        stages = [[], LAYERS_WITH_EXPERTS]  # the second stage has the second and the fourth layer
     last = (batch.response_mask * torch.arange(LENGTH)).amax(dim=1)
-    for rank, (found, sequence, positions, is_real, said) in enumerate(ranks.run(collected, layout, [*words, *REPLAY])):
-        own = stages[rank * layout.pp // layout.world]
-        assert found.dtype == torch.int16
-        assert found.shape[-2:] == (len(own), TOP_K)
+    replayed = ranks.run(collected, layout, [*words, *REPLAY])
+    for rank, (experts, sequence, positions, is_real, warnings) in enumerate(replayed):
+        layers = stages[rank * layout.pp // layout.world]
+        assert experts.dtype == torch.int16
+        assert experts.shape[-2:] == (len(layers), TOP_K)
         is_needed = is_real & (positions < last[sequence])
-        wanted = whole[sequence, positions][..., own, :]
-        assert torch.equal(found[is_needed].long(), wanted[is_needed])
-        assert (found[~is_needed] == NOT_NEEDED).all()
-        assert said == []
+        expected = whole[sequence, positions][..., layers, :]
+        assert torch.equal(experts[is_needed].long(), expected[is_needed])
+        assert (experts[~is_needed] == NOT_NEEDED).all()
+        assert warnings == []
     # Without replay they stay on the first rank, which says so once.
-    everywhere = ranks.run(collected, layout, words)
-    assert {found for found, *_ in everywhere} == {None}
-    first = [said for *_, said in everywhere if said]
-    assert len(first) == layout.dp
-    assert all("--moe-enable-routing-replay" in line for (line,) in first)
+    without_replay = ranks.run(collected, layout, words)
+    assert {experts for experts, *_ in without_replay} == {None}
+    warnings_of_first_ranks = [warnings for *_, warnings in without_replay if warnings]
+    assert len(warnings_of_first_ranks) == layout.dp
+    assert all("--moe-enable-routing-replay" in warning for (warning,) in warnings_of_first_ranks)
 
 
 def change(row, token, layer, slot, value):
@@ -150,7 +151,7 @@ def test_nothing_is_judged_that_no_sampled_token_depends_on(config, dtype, of_al
         experts[:, :, [0, 2]] = filler
         experts[:, 1] = -1
         experts[:, 2, :, 1:] = -1  # known in part
-        whole = experts if of_all_layers else experts[:, :, HELD]
+        whole = experts if of_all_layers else experts[:, :, LAYERS_WITH_EXPERTS]
         check_routed_experts(replace(batch, routed_experts=whole.to(dtype)), config)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
@@ -76,8 +77,9 @@ def test_a_bad_response_ends_the_run_or_is_dropped(tmp_path, kind):
 
 
 def test_a_bad_response_can_be_sampled_again(tmp_path):
-    bad, (other, _) = BAD["id"][0], BAD["long"]
-    engine = Engine([bad, GOOD, bad], [GOOD, other], [bad])
+    bad, _ = BAD["id"]
+    too_long, _ = BAD["long"]
+    engine = Engine([bad, GOOD, bad], [GOOD, too_long], [bad])
     samples = good_samples(tmp_path, engine, "--bad-samples=resample", "--bad-sample-attempts=2")
     assert ask(samples) == [GOOD, GOOD, Sample([], [], "abort")]
     assert samples.bad == 4
@@ -90,6 +92,26 @@ def test_a_bad_response_can_be_sampled_again(tmp_path):
     (tmp_path / "other" / "run" / "bad").write_text("")
     with pytest.raises(EngineError, match=r"run/bad/samples.jsonl cannot be written \(.*\): make room, or choose"):
         ask(samples)
+
+
+@pytest.mark.parametrize("kind", LOG_PROBS)
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_log_probs_that_the_correction_rejects_cost_no_sample(tmp_path, kind, policy):
+    bad, _ = LOG_PROBS[kind]
+    of_server, _ = BAD["server"]
+    policies = ("--bad-log-probs=reject_token", f"--bad-samples={policy}")
+    samples = [GOOD, bad, of_server]
+    assert ask(good_samples(tmp_path, Engine(list(samples)), *policies)) == samples
+
+
+@pytest.mark.parametrize("value", [None, "much", -9999.0, 0.5, True, math.nan], ids=str)
+def test_an_unusable_log_prob_of_an_answer_is_nan_with_a_fault(value):
+    """Also -9999, which vLLM writes for minus infinity: the correction would take it for a number."""
+    (of_prompt,) = make_asks([[1]], SamplingParams(), LONGEST, 0, ends=ResponseEnds((9,)))
+    sample = make_sample(of_prompt, [3, 9], [-1.0, value], "stop", "http://a")
+    assert sample.fault.startswith(f"http://a, prompt 0: the log-prob of response token 1 is {value}, ")
+    assert sample.log_probs[0] == -1
+    assert math.isnan(sample.log_probs[1])
 
 
 def train_with_bad_samples(words, share, bad, replicas=(1,)):

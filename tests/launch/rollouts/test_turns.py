@@ -43,21 +43,21 @@ def turn(*tokens, **more):
 
 
 def talk(engine, replies, prompts=((2, 3), (2,)), **limits):
-    """Converse with replies of one scripted list a round; returns the conversations and who was replied to."""
-    asked = []
+    """Converse with replies of one scripted list a round; returns the conversations, and each round's indices."""
+    replied_to = []
 
-    def reply(places, conversations):
-        asked.append(places)
-        return [Outcome(reward, observation=observation) for observation, reward in replies[len(asked) - 1]]
+    def reply(indices, conversations):
+        replied_to.append(indices)
+        return [Outcome(reward, observation=observation) for observation, reward in replies[len(replied_to) - 1]]
 
-    found = converse(prompts, lambda texts, seed: engine.sample(texts, seed=seed), 11, reply=reply, **limits)
-    return found, asked
+    conversations = converse(prompts, lambda texts, seed: engine.sample(texts, seed=seed), 11, reply=reply, **limits)
+    return conversations, replied_to
 
 
 def test_turns_and_observations_are_appended_token_by_token():
     engine = Scripted([(5, EOS), (6, EOS)], [(7, 8, EOS)], [(9, EOS)])
-    found, asked = talk(engine, [[([20, 21], 0.5), (None, 2.0)], [([22], 0.25)], [([23], 0.125)]], max_turns=3, room=90)
-    long, short = found
+    replies = [[([20, 21], 0.5), (None, 2.0)], [([22], 0.25)], [([23], 0.125)]]
+    (long, short), replied_to = talk(engine, replies, max_turns=3, room=90)
     assert long.token_ids == [5, EOS, 20, 21, 7, 8, EOS, 22, 9, EOS], "no turn follows the last observation"
     assert long.sampled == [True, True, False, False, True, True, True, False, True, True]
     assert long.log_probs == [-token / 100 for token in (5, EOS, 7, 8, EOS, 9, EOS)]
@@ -68,36 +68,42 @@ def test_turns_and_observations_are_appended_token_by_token():
     texts, seeds = zip(*engine.asked, strict=True)
     assert texts[0] == [[2, 3], [2]], "all samples at once"
     assert texts[1:] == ([[2, 3, 5, EOS, 20, 21]], [[2, 3, 5, EOS, 20, 21, 7, 8, EOS, 22]])
-    assert asked == [[0, 1], [0], [0]]
+    assert replied_to == [[0, 1], [0], [0]]
     assert (seeds[0], len(set(seeds))) == (11, 3), "the first turn is sampled as a run of one turn does"
 
     def spell(ids):
         return "-".join(map(str, ids))
 
-    spelt, newest = long.texts(spell, spell)
-    assert (spelt, newest) == ([("5-1", "20-21"), ("7-8-1", "22")], "9-1")
+    earlier, newest = long.texts(spell, spell)
+    assert (earlier, newest) == ([("5-1", "20-21"), ("7-8-1", "22")], "9-1")
 
 
 def test_a_conversation_ends_where_no_whole_turn_has_room():
     """Prompt, turn and observation have 2 + 2 + 3 tokens, and 1 + 2 + 3."""
     for room, is_cut in ((5, [True, True]), (6, [True, False]), (7, [False, False])):
-        goes_on = 2 - sum(is_cut)
-        engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)] * goes_on)
-        found, _ = talk(engine, [[([20] * 3, 0.5)] * 2, [(None, 0.0)] * goes_on], max_turns=2, room=room)
-        assert [one.is_cut for one in found] == is_cut
-        assert [one.finish_reason for one in found] == ["length" if cut else "stop" for cut in is_cut]
-        assert [len(one.token_ids) for one in found] == [2 if cut else 7 for cut in is_cut]
-        assert [one.reward for one in found] == [0.5, 0.5]
+        num_open = 2 - sum(is_cut)
+        engine = Scripted([(5, EOS), (6, EOS)], [(7, EOS)] * num_open)
+        replies = [[([20] * 3, 0.5)] * 2, [(None, 0.0)] * num_open]
+        conversations, _ = talk(engine, replies, max_turns=2, room=room)
+        assert [conversation.is_cut for conversation in conversations] == is_cut
+        reasons = [conversation.finish_reason for conversation in conversations]
+        assert reasons == ["length" if cut else "stop" for cut in is_cut]
+        assert [len(conversation.token_ids) for conversation in conversations] == [2 if cut else 7 for cut in is_cut]
+        assert [conversation.reward for conversation in conversations] == [0.5, 0.5]
 
 
 def test_a_turn_without_an_end_and_a_dropped_one_get_no_reply():
     engine = Scripted([(5, EOS), (6, EOS), (6, 6)], [Sample([], [], "abort"), (6, 6)])
-    found, asked = talk(engine, [[([20], 1.0), ([20], 1.0)]], [(2,)] * 3, max_turns=5, room=90)
-    assert asked == [[0, 1]]
-    assert [one.finish_reason for one in found] == ["abort", "length", "length"]
-    assert [one.token_ids for one in found] == [[], [6, EOS, 20, 6, 6], [6, 6]], "a dropped turn drops its response"
-    found = converse([(2,)], lambda texts, seed: [ENDED], 0)
-    assert (found[0].token_ids, found[0].sampled) == ([5, EOS], [True, True]), "without replies it is one turn"
+    conversations, replied_to = talk(engine, [[([20], 1.0), ([20], 1.0)]], [(2,)] * 3, max_turns=5, room=90)
+    assert replied_to == [[0, 1]]
+    assert [conversation.finish_reason for conversation in conversations] == ["abort", "length", "length"]
+    token_ids = [conversation.token_ids for conversation in conversations]
+    assert token_ids == [[], [6, EOS, 20, 6, 6], [6, 6]], "a dropped turn drops its response"
+
+
+def test_without_replies_a_conversation_is_one_turn():
+    (conversation,) = converse([(2,)], lambda texts, seed: [ENDED], 0)
+    assert (conversation.token_ids, conversation.sampled) == ([5, EOS], [True, True])
 
 
 def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
@@ -106,15 +112,17 @@ def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
     def read(number, tokens):
         return torch.stack([torch.arange(tokens), torch.full((tokens,), number)], dim=1).view(tokens, 1, 2)
 
-    kept = [(torch.tensor([5, 9, EOS]).int(), torch.tensor([2, 1]).int()), (torch.tensor([7]), torch.tensor([1, 0]))]
-    first = turn(5, EOS, versions=[3, 4], support=kept[0], routed_experts=read(0, 2 + 2 - 1))
-    second = turn(7, EOS, versions=[4, 5], support=kept[1], routed_experts=read(1, 2 + 2 + 1 + 2 - 1))
-    (found,), _ = talk(Scripted([first], [second]), [[([20], 0.0)], [(None, 0.0)]], [(2, 3)], max_turns=2, room=90)
-    assert found.versions == [3, 4, 4, 5]
-    ids, counts = found.support
+    support_of_first = torch.tensor([5, 9, EOS]).int(), torch.tensor([2, 1]).int()
+    support_of_second = torch.tensor([7]), torch.tensor([1, 0])
+    first = turn(5, EOS, versions=[3, 4], support=support_of_first, routed_experts=read(0, 2 + 2 - 1))
+    second = turn(7, EOS, versions=[4, 5], support=support_of_second, routed_experts=read(1, 2 + 2 + 1 + 2 - 1))
+    replies = [[([20], 0.0)], [(None, 0.0)]]
+    (conversation,), _ = talk(Scripted([first], [second]), replies, [(2, 3)], max_turns=2, room=90)
+    assert conversation.versions == [3, 4, 4, 5]
+    ids, counts = conversation.support
     assert (ids.tolist(), counts.tolist()) == ([5, 9, EOS, 7], [2, 1, 1, 0])
-    assert found.routed_experts[:, 0].tolist() == [[0, 0], [1, 0], [2, 0], [3, 1], [4, 1], [5, 1]]
-    without = replace(found, turns=(first, replace(second, routed_experts=None, support=None)))
+    assert conversation.routed_experts[:, 0].tolist() == [[0, 0], [1, 0], [2, 0], [3, 1], [4, 1], [5, 1]]
+    without = replace(conversation, turns=(first, replace(second, routed_experts=None, support=None)))
     assert (without.routed_experts, without.support) == (None, None)
 
 
@@ -123,8 +131,8 @@ def test_versions_kept_tokens_and_experts_stay_with_their_tokens():
 GAME = ["--task=python:examples.guessing_game:Game", "--max-response-length=2", "--seq-length=16", "--run-name=run"]
 GAME += ["--grpo-iterations=1", "--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4"]
 # The ids of the characters "1234567?<>", after three of the tokenizer.
-ONE = 3
-ASKED = 10
+ID_OF_1 = 3
+PROMPT = 10
 LOWER = 11
 HIGHER = 12
 
@@ -132,11 +140,12 @@ HIGHER = 12
 def make(tmp_path, rounds, *more):
     """A sampler of scripted rounds of guesses."""
     config, task = configure(flags(tmp_path, *GAME, *more), 1)
-    return RolloutSampler(config, task, Scripted(*[[guess(one) for one in each] for each in rounds]), 0)
+    turns_of_rounds = [[guess(number) for number in numbers] for numbers in rounds]
+    return RolloutSampler(config, task, Scripted(*turns_of_rounds), 0)
 
 
-def guess(number, **more):
-    return turn(ONE + number - 1, EOS, **more)
+def guess(number):
+    return turn(ID_OF_1 + number - 1, EOS)
 
 
 @pytest.fixture
@@ -150,29 +159,31 @@ def game(tmp_path, monkeypatch):
     return lambda rounds, *more: make(tmp_path, rounds, *more).sample(0)
 
 
-def labels(tmp_path):
+def secret_numbers(tmp_path):
+    """The two numbers to guess."""
     seed = configure(flags(tmp_path, "--run-name=run"), 1)[0].training.seed
     return [problem.label for problem in Game(seed).problems(0, 2)]
 
 
 def test_a_record_trains_the_turns_and_reads_the_observations(game, tmp_path):
-    one, two = labels(tmp_path)
-    assert 1 < one < 7 > two > 1, "this seed has room on both sides"
-    sampled = game([[one, one - 1, two + 1, 7], [one, two, two + 1], [two]], "--max-turns=3")
+    first, second = secret_numbers(tmp_path)
+    assert 1 < first < 7, "this seed has room on both sides"
+    assert 1 < second < 7, "this seed has room on both sides"
+    sampled = game([[first, first - 1, second + 1, 7], [first, second, second + 1], [second]], "--max-turns=3")
     batch = sampled.batch
     batch.validate(vocab_size=13)
-    at = ONE - 1
-    rows = [
-        [ASKED, at + one, EOS],
-        [ASKED, at + one - 1, EOS, HIGHER, at + one, EOS],
-        [ASKED, at + two + 1, EOS, LOWER, at + two, EOS],
-        [ASKED, at + 7, EOS, LOWER, at + two + 1, EOS, LOWER, at + two, EOS],
+    id_of_0 = ID_OF_1 - 1
+    expected_rows = [
+        [PROMPT, id_of_0 + first, EOS],
+        [PROMPT, id_of_0 + first - 1, EOS, HIGHER, id_of_0 + first, EOS],
+        [PROMPT, id_of_0 + second + 1, EOS, LOWER, id_of_0 + second, EOS],
+        [PROMPT, id_of_0 + 7, EOS, LOWER, id_of_0 + second + 1, EOS, LOWER, id_of_0 + second, EOS],
     ]
-    for tokens, mask, wanted in zip(batch.tokens.tolist(), batch.response_mask.tolist(), rows, strict=True):
-        assert tokens == wanted + [0] * (16 - len(wanted))
-        assert mask == [token not in (ASKED, LOWER, HIGHER, 0) for token in tokens]
-    labels_, mask, log_probs = batch.label_aligned()
-    torch.testing.assert_close(-100 * log_probs[mask], labels_[mask].float())
+    for tokens, mask, expected in zip(batch.tokens.tolist(), batch.response_mask.tolist(), expected_rows, strict=True):
+        assert tokens == expected + [0] * (16 - len(expected))
+        assert mask == [token not in (PROMPT, LOWER, HIGHER, 0) for token in tokens]
+    labels, mask, log_probs = batch.label_aligned()
+    torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
     assert batch.rollout_log_probs[~batch.response_mask].eq(0).all()
     assert batch.policy_versions[batch.response_mask].eq(7).all()
     assert batch.rewards.tolist() == [1, 1, 1, 1], "a tenth from a reply, nine tenths from the reward"
@@ -180,16 +191,16 @@ def test_a_record_trains_the_turns_and_reads_the_observations(game, tmp_path):
 
 
 def test_the_first_turn_is_that_of_a_run_of_one_turn(game, tmp_path):
-    one, two = labels(tmp_path)
-    rounds = [[one, one - 1, two, two + 1]]
+    first, second = secret_numbers(tmp_path)
+    rounds = [[first, first - 1, second, second + 1]]
     assert game(rounds).batch.rewards.tolist() == pytest.approx([0.9, 0, 0.9, 0])
-    assert game([*rounds, [one, two]], "--max-turns=2").batch.rewards.tolist() == [1, 1, 1, 1]
+    assert game([*rounds, [first, second]], "--max-turns=2").batch.rewards.tolist() == [1, 1, 1, 1]
 
 
 REPLY = "python:tests.support.user_replies:"
 
 
-def lines(tmp_path):
+def error_lines(tmp_path):
     return [json.loads(line) for line in (tmp_path / "run" / "reward-errors.jsonl").read_text().splitlines()]
 
 
@@ -197,23 +208,23 @@ def lines(tmp_path):
 def test_a_reply_that_fails_costs_its_sample_alone(tmp_path):
     """The function does what a guess says, in a worker: hang, exit, call sys.exit, or give an observation."""
     more = [f"--reply={REPLY}misbehave", "--reward-timeout=1", "--reward-workers=2", "--reward-on-error=-0.5"]
-    made = make(tmp_path, [[1, 2, 3, 4], [5]], "--max-turns=2", "--reward=exact", *more)
-    sampled = made.sample(0)
-    made.close()
+    sampler = make(tmp_path, [[1, 2, 3, 4], [5]], "--max-turns=2", "--reward=exact", *more)
+    sampled = sampler.sample(0)
+    sampler.close()
     assert sampled.batch.rewards.tolist()[:3] == [-0.5] * 3
     assert sampled.batch.response_mask.sum(dim=1).tolist() == [2, 2, 2, 4]
     assert sampled.counts["reward/errors"] == 3
-    found = lines(tmp_path)
-    assert [line["sample"] for line in found] == [0, 1, 2]
-    assert {line["rule"] for line in found} == {f"--reply {REPLY}misbehave"}
-    assert "took longer than --reward-timeout 1 s" in found[0]["error"]
-    assert found[1]["error"] == "ended its process with exit code 3"
-    assert found[2]["error"] == "raised SystemExit: 4"
-    assert found[0]["turns"] == []
+    lines = error_lines(tmp_path)
+    assert [line["sample"] for line in lines] == [0, 1, 2]
+    assert {line["rule"] for line in lines} == {f"--reply {REPLY}misbehave"}
+    assert "took longer than --reward-timeout 1 s" in lines[0]["error"]
+    assert lines[1]["error"] == "ended its process with exit code 3"
+    assert lines[2]["error"] == "raised SystemExit: 4"
+    assert lines[0]["turns"] == []
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "error"),
     [
         ("empty", "gave an empty observation: give None to end the conversation"),
         ("number", "gave 5, which is no text, no list of token ids and not None"),
@@ -223,18 +234,18 @@ def test_a_reply_that_fails_costs_its_sample_alone(tmp_path):
         ("unrewarded", "gave 'reward': 'much', which is no number"),
     ],
 )
-def test_replies_that_are_none(game, tmp_path, name, words):
+def test_replies_that_are_none(game, tmp_path, name, error):
     sampled = game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}{name}")
     assert sampled.counts["reward/errors"] == 4
-    assert {line["error"] for line in lines(tmp_path)} == {words}
+    assert {line["error"] for line in error_lines(tmp_path)} == {error}
 
 
 def test_evaluations_converse_too(game, tmp_path):
-    made = make(tmp_path, [[1, 7], [2, 6]], "--max-turns=2", "--eval-interval=1", "--eval-problems=2")
-    one, two = (problem.label for problem in made.task.problems(0, 2, held_out=True))
-    found = made.evaluate()
-    assert [graded.responses for graded in found] == [["1>2"], ["7<6"]]
-    assert [graded.rewards for graded in found] == [[0.1 + 0.9 * (one == 2)], [0.1 + 0.9 * (two == 6)]]
+    sampler = make(tmp_path, [[1, 7], [2, 6]], "--max-turns=2", "--eval-interval=1", "--eval-problems=2")
+    first, second = (problem.label for problem in sampler.task.problems(0, 2, held_out=True))
+    graded = sampler.evaluate()
+    assert [problem.responses for problem in graded] == [["1>2"], ["7<6"]]
+    assert [problem.rewards for problem in graded] == [[0.1 + 0.9 * (first == 2)], [0.1 + 0.9 * (second == 6)]]
 
 
 REFUSED = [
@@ -274,12 +285,11 @@ def test_rewards_of_turns_are_recorded_and_reach_all_ranks(ranks, tmp_path):
         assert batch.turn_rewards.any()
         save_rollouts(replace(batch, turn_rewards=None), tmp_path / "stripped" / path.name)
     layout = Layout(pp=2, tp=2)
-    words = [word for word in TURNS if not word.startswith(("--max-turns", "--reply", "--reward"))]
+    flags_of_one_turn = [flag for flag in TURNS if not flag.startswith(("--max-turns", "--reply", "--reward"))]
     for records in ("kept", "stripped"):
         load = [*start, *layout.flags(), f"--load-rollouts={tmp_path}/{records}"]
-        assert (
-            ranks.run(run_training, layout, flags(tmp_path / f"on-{records}", *words, *load)) == [None] * layout.world
-        )
-        pairs = zip(losses(tmp_path / "live"), losses(tmp_path / f"on-{records}"), strict=True)
-        is_same = all(other == pytest.approx(one, rel=1e-4, abs=1e-6) for one, other in pairs)
+        of_records = flags(tmp_path / f"on-{records}", *flags_of_one_turn, *load)
+        assert ranks.run(run_training, layout, of_records) == [None] * layout.world
+        pairs = zip(losses(tmp_path / f"on-{records}"), losses(tmp_path / "live"), strict=True)
+        is_same = all(of_step == pytest.approx(of_live_step, rel=1e-4, abs=1e-6) for of_step, of_live_step in pairs)
         assert is_same == (records == "kept")
