@@ -119,7 +119,7 @@ def dynamic_bytes(chunks: Sequence[ChunkActivations], order: Sequence[int]) -> i
 
     ``order`` has the chunk's index for each micro-batch in flight, in the order of their forwards.
     """
-    waiting = sum(chunks[index].kept for index in order[:-1])
+    waiting = sum(chunks[index].saved for index in order[:-1])
     return waiting + _largest(chunks).peak + max(chunk.shared for chunk in chunks)
 
 
