@@ -104,15 +104,23 @@ def _doctors_words(history: RunHistory) -> Iterator[str]:
 def _answers(folder: Path) -> Iterator[str]:
     """Yield a table of graded answers of the newest evaluation that has any."""
     for file in sorted((folder / ANSWERS_FOLDER).glob("step-*.jsonl"), reverse=True):
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            objects = [object_of(line) for line in islice(lines, _MOST_ANSWERS)]
-        answers = [answer for answer in objects if answer]
+        answers = _read_answers(file)
         if answers:
             columns = ("prompt", "response", "label", "reward", "error")
             rows = [[_shown(answer.get(column)) for column in columns] for answer in answers]
             note = page.paragraph(f"The first {len(rows)} of {ANSWERS_FOLDER}/{file.name}.", is_note=True)
             yield page.section("Graded answers", note, page.table(columns, rows))
             return
+
+
+def _read_answers(file: Path) -> list[Mapping[str, Any]]:
+    """Return the first answers of a file; none if it cannot be read."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            objects = [object_of(line) for line in islice(lines, _MOST_ANSWERS)]
+    except OSError:
+        return []
+    return [answer for answer in objects if answer]
 
 
 def _shown(value: Any) -> str:
