@@ -34,6 +34,11 @@ def test_an_unknown_flag_gets_a_hint(name):
     assert unknown("flag", name) == f"unknown flag {name!r}: did you mean {HINTS[name]}?"
 
 
+@pytest.mark.parametrize(("what", "name"), [("key", "dry-run"), ("key", "config"), ("flag", "--print-config")])
+def test_a_flag_of_the_command_line_is_not_proposed_in_its_own_place(what, name):
+    assert unknown(what, name).startswith(f"{what} {name!r} belongs to the command line")
+
+
 @pytest.mark.parametrize("name", ["load-last-valid", "--load_last_valid", "--no-load-last-valid"])
 def test_a_removed_flag_gets_its_remedy(name):
     assert unknown("key", name) == f"key {name!r} is gone: name a whole checkpoint with --ckpt-step"
@@ -56,6 +61,8 @@ WRONG = {
     "--tensor-model-parallel": "'--tensor-model-parallel': .*--tensor-model-parallel-size",
     "--num-layers two": "--num-layers.*'two'",
     "stray": "'stray'",
+    "--save=": "--save has an empty value",
+    "--eval-data=a.jsonl --eval-data=": "--eval-data has an empty value",
     # A script of another program has many unknown flags; all are named at once.
     "--mock-data --num-rollout 3 --lr 1e-3 --split 99,1 --split=1": "'--mock-data': .*; .*'--num-rollout': .*iters.*; "
     ".*'--split': [^;]*$",
