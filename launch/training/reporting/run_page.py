@@ -72,10 +72,10 @@ def _parts(folder: Path, history: RunHistory, settings: Mapping[str, str], endin
     if history.facts:
         yield page.section("Engine and trainer: what the doctor says", *_doctors_words(history))
     if history.thinning > 1:
-        words = (
+        note = (
             f"The file has many rows: of {METRICS_FILE} each row of {history.thinning} is drawn, and all evaluations."
         )
-        yield page.paragraph(words, is_note=True)
+        yield page.paragraph(note, is_note=True)
     yield page.charts(page_charts(history.series))
     yield from _answers(folder)
     text = _settings_text(folder)
@@ -86,7 +86,7 @@ def _parts(folder: Path, history: RunHistory, settings: Mapping[str, str], endin
 def _doctors_words(history: RunHistory) -> Iterator[str]:
     """Yield a sentence about the distance at the end, all verdicts with their steps, and the doctor's numbers."""
     facts = history.facts
-    grade = next((words for limit, words in GRADES if facts["k3_kl"] <= limit), None)
+    grade = next((sentence for limit, sentence in GRADES if facts["k3_kl"] <= limit), None)
     yield page.paragraph(f"At the end: {grade or 'the distance of the policies is not known'}.")
     if history.findings:
         rows = []

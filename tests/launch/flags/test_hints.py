@@ -9,9 +9,9 @@ from megatron_rc.launch.flags.parser import build_parser, long_options
 
 
 def test_names_of_other_programs_are_unknown_here_and_lead_to_flags():
-    known = set(long_options(build_parser()))
-    assert set(_OF_OTHER_PROGRAMS.values()) <= known
-    assert not set(_OF_OTHER_PROGRAMS) & known
+    flags = set(long_options(build_parser()))
+    assert set(_OF_OTHER_PROGRAMS.values()) <= flags
+    assert not set(_OF_OTHER_PROGRAMS) & flags
 
 
 HINTS = {

@@ -236,6 +236,7 @@ TABLES = {
         @2 PP --decoder-first-pipeline-num-layers=4 :: --decoder-first-pipeline-num-layers 4 | --num-layers 4
         @2 PP --decoder-first-pipeline-num-layers=5 :: --decoder-first-pipeline-num-layers 5 | --num-layers 4
         @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: --decoder-last-pipeline-num-layers 1
+        @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: -first-pipeline-num-layers 1
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
     ),
@@ -273,6 +274,12 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
         base.remove("--train-iters=100")
     with refused(fragments or words.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
+
+
+def test_a_run_does_not_read_the_folder_of_its_own_bad_batches(tmp_path):
+    """It renames this folder at its start."""
+    with refused(f"--load-rollouts {tmp_path}/a/../run/bad | --run-name than run"):
+        configure(flags(tmp_path, "--run-name=run", f"--load-rollouts={tmp_path}/a/../run/bad"), 1)
 
 
 def test_what_does_nothing_in_megatron_passes(tmp_path):
