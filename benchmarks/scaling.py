@@ -198,10 +198,11 @@ def fit(traced: Callable[[Batch], list[Call]]) -> list[Formula]:
         change = batch.counts()[name] - BASE.counts()[name]
         for index, call in enumerate(once(traced(batch), batch)):
             factors[index][name] = (call.elements - base[index].elements) // change
-    return [
-        Formula(*call[:3], (call.elements - sum(found[name] * BASE.counts()[name] for name in found), *found.values()))
-        for call, found in zip(base, factors, strict=True)
-    ]
+    formulas = []
+    for call, factor_of_count in zip(base, factors, strict=True):
+        counted = sum(factor * BASE.counts()[name] for name, factor in factor_of_count.items())
+        formulas.append(Formula(*call[:3], (call.elements - counted, *factor_of_count.values())))
+    return formulas
 
 
 def expected(formulas: Sequence[Formula], batch: Batch, layout: Layout, is_last_stage: bool) -> list[Call]:
@@ -232,23 +233,25 @@ def fit_all(layout: Layout = LAYOUTS[0]) -> dict[str, list[Formula]]:
 def table_of_formulas(formulas: dict[str, list[Formula]]) -> str:
     """A table with a row for each case and a column for each phase; :func:`read_formulas` reads it."""
     rows = [f"| case | {' | '.join(PHASES)} |", "|---|---|---|---|"]
-    for name, found in formulas.items():
-        cells = [", ".join(f"`{formula}`" for formula in found if formula.phase == phase) for phase in PHASES]
+    for name, formulas_of_case in formulas.items():
+        cells = [
+            ", ".join(f"`{formula}`" for formula in formulas_of_case if formula.phase == phase) for phase in PHASES
+        ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def read_formulas(text: str) -> dict[str, list[Formula]]:
     """The formulas of every case in a document with :func:`table_of_formulas`."""
-    found: dict[str, list[Formula]] = {}
+    formulas: dict[str, list[Formula]] = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if cells and cells[0] in CASES and len(cells) == 1 + len(PHASES):
             pairs = zip(PHASES, cells[1:], strict=True)
-            found[cells[0]] = [
+            formulas[cells[0]] = [
                 Formula.parse(phase, item) for phase, cell in pairs for item in re.findall(r"`([^`]+)`", cell)
             ]
-    return found
+    return formulas
 
 
 @dataclass(frozen=True)
@@ -367,8 +370,8 @@ def main() -> None:
     say("\nTraces, all equal to the formulas\n")
     say("| ranks | layout | groups made in | ranks traced | traces |\n|---|---|---|---|---|")
     for layout in layouts:
-        found = check(layout, formulas)
-        say(f"| {layout.world} | {layout} | {found.seconds:.3f} s | {found.ranks} | {found.traces} |")
+        checked = check(layout, formulas)
+        say(f"| {layout.world} | {layout} | {checked.seconds:.3f} s | {checked.ranks} | {checked.traces} |")
     check_large(formulas)
     for name in SHOWN:
         say(f"\nBytes a rank sends, {name}: {LARGE}\n\n" + table_of_bytes(formulas, name, layouts))

@@ -24,7 +24,7 @@ from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.training.micro_batch import MicroBatch as GivenMicroBatch
+from megatron_rc.training.micro_batch import MicroBatch as PlannedMicroBatch
 from megatron_rc.training.plan import LossScale, Plan, StepError
 from megatron_rc.training.rollout_correction import RolloutCorrection
 from megatron_rc.training.schedule import masked_loss
@@ -100,8 +100,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, groups: ParallelGroups) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        known = {"cp": groups.cp, "dp_cp": groups.dp_cp, "pp": groups.pp}
-        self._names = {str(group.group_name): name for name, group in known.items() if group is not None}
+        groups_by_name = {"cp": groups.cp, "dp_cp": groups.dp_cp, "pp": groups.pp}
+        self._names = {str(group.group_name): name for name, group in groups_by_name.items() if group is not None}
         self._operation = "all-reduce"
         self.calls: list[Call] = []
         self.phase = PHASES[0]
@@ -154,12 +154,12 @@ def micro_batch(batch: Batch, layout: Layout, groups: ParallelGroups, index: int
         cut = SequenceLayout.packed([0, *itertools.accumulate(lengths)], cp_rank=rank, cp_size=layout.cp)
     else:
         cut = SequenceLayout.padded(batch.micro_size, local, cp_rank=rank, cp_size=layout.cp)
-    place = group_rank(groups.dp_cp)
-    generator = torch.Generator().manual_seed(place * 1000 + index)
+    dp_cp_rank = group_rank(groups.dp_cp)
+    generator = torch.Generator().manual_seed(dp_cp_rank * 1000 + index)
     rollout = -3 * torch.rand(cut.shape, generator=generator) - 0.01
     train = (rollout + 0.05 * torch.randn(cut.shape, generator=generator)).clamp(max=0)
     mask = torch.rand(cut.shape, generator=generator) > 0.25
-    return MicroBatch(cut, train, rollout, mask & (place < layout.dp * layout.cp - 1))
+    return MicroBatch(cut, train, rollout, mask & (dp_cp_rank < layout.dp * layout.cp - 1))
 
 
 def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> PlanInputs:
@@ -180,11 +180,11 @@ def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> Plan
     )
 
 
-def score(correction: RolloutCorrection, part: MicroBatch, given: GivenMicroBatch, scale: LossScale) -> None:
+def score(correction: RolloutCorrection, part: MicroBatch, planned: PlannedMicroBatch, scale: LossScale) -> None:
     """Run the loss of a micro-batch forward and backward; π_ref and the entropy are arbitrary numbers."""
     log_probs = part.train.clone().requires_grad_()
-    given = dataclasses.replace(given, ref_log_probs=part.rollout)
-    masked_loss(correction, given, log_probs, entropy=part.train, scale=scale)[0].backward()
+    planned = dataclasses.replace(planned, ref_log_probs=part.rollout)
+    masked_loss(correction, planned, log_probs, entropy=part.train, scale=scale)[0].backward()
 
 
 def trace(
@@ -206,12 +206,12 @@ def trace(
         inputs = plan_inputs(parts, batch, correction.corrects_in_loss)
     with Recorder(groups).active() as recorder:
         plan = _planned(correction, inputs, batch)
-        given = [] if inputs is None else plan.micro_batches(inputs)
+        planned = [] if inputs is None else plan.micro_batches(inputs)
         for step in range(batch.mini_batches):
             recorder.phase = PHASES[1]
             scale = plan.loss_scale(step, num_microbatches=count)
             for index in range(len(parts))[step * count : (step + 1) * count]:
-                score(correction, parts[index], given[index], scale)
+                score(correction, parts[index], planned[index], scale)
             recorder.phase = PHASES[2]
             _finish(correction)
     return recorder.calls
@@ -247,9 +247,9 @@ def _finish(correction: RolloutCorrection) -> None:
 
 def once(calls: Sequence[Call], batch: Batch) -> list[Call]:
     """The calls of one micro-batch and one optimizer step, if all of them are equal."""
-    found = {phase: [call for call in calls if call.phase == phase] for phase in PHASES}
+    calls_of_phase = {phase: [call for call in calls if call.phase == phase] for phase in PHASES}
     times = {PHASES[0]: 1, PHASES[1]: batch.micro_batches * batch.mini_batches, PHASES[2]: batch.mini_batches}
-    return [call for phase in PHASES for call in found[phase][: len(found[phase]) // times[phase]]]
+    return [call for phase in PHASES for call in calls_of_phase[phase][: len(calls_of_phase[phase]) // times[phase]]]
 
 
 def sent(calls: Sequence[Call], layout: Layout, group: str) -> float:

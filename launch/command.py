@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if module is None:
         sys.stdout.write(f"{Path(megatron_rc.__file__).parent / 'docs'}\n")
         return
-    sys.argv[1:] = [*["--dry-run"] * (name == "dry-run"), *rest]
+    sys.argv[1:] = ["--dry-run", *rest] if name == "dry-run" else rest
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,7 +1,7 @@
 """Bytes of activations on one rank, by formulas.
 
-A model chunk is a chain of units: embedding, attention, MLP, attention, ..., head. Each keeps bytes from its forward
-to its backward, and needs more while its backward runs. A recomputed unit keeps less, and needs what it did not keep
+A model chunk is a chain of units: embedding, attention, MLP, attention, ..., head. Each saves bytes from its forward
+to its backward, and needs more while its backward runs. A recomputed unit saves less, and needs what it did not save
 in its backward. The formulas count the tensors that Megatron-Core's layers save, without fused kernels other than those
 of norms and attention. On a CPU, PyTorch's norms and its latent attention keep more than a GPU's kernels.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
 from megatron_rc.launch.run_config import RunConfig
@@ -27,16 +28,16 @@ _GENERATOR_STATES = 2 * 5056
 class Unit:
     """Bytes of a part of a chunk for one micro-batch."""
 
-    kept: int  # bytes from its forward to its backward
-    backward: int  # the most bytes beside ``kept`` in its backward
-    forward: int = 0  # the most bytes beside ``kept`` in its forward, if these are many
+    saved: int  # bytes from its forward to its backward
+    backward: int  # the most bytes beside ``saved`` in its backward
+    forward: int = 0  # the most bytes beside ``saved`` in its forward, if these are many
 
 
 @dataclass(frozen=True)
 class ChunkActivations:
     """Bytes of one model chunk for one micro-batch."""
 
-    kept: int  # bytes from the forward to the backward, while other micro-batches are at work
+    saved: int  # bytes from the forward to the backward, while other micro-batches are at work
     peak: int  # the most bytes at once, with logits
     logits: int  # the part of ``peak`` that is logits with their gradient
     shared: int  # Megatron's buffer for gathered tokens under sequence parallelism, which all chunks share
@@ -72,7 +73,7 @@ class ActivationSizes:
             units.append(head)
         gathers = self.config.parallel.sequence_parallel and self.tp > 1
         return ChunkActivations(
-            kept=sum(unit.kept for unit in units),
+            saved=sum(unit.saved for unit in units),
             peak=max(_forward_peak(units), _backward_peak(units)),
             logits=logits,
             shared=self.residual * self.tp if gathers else 0,
@@ -101,20 +102,19 @@ class ActivationSizes:
 
     def _recomputed(self, units: Sequence[Unit]) -> Unit:
         """Return the unit that keeps only the output of ``units``, and runs them again in the backward."""
-        kept = self.residual
+        output = self.residual
         if self.config.megatron.given.get("distribute_saved_activations"):
-            kept //= self.tp
+            output //= self.tp
         # Beside the forward that runs again waits the gradient of its output.
         backward = max(_backward_peak(units), self.residual + _forward_peak(units))
-        return Unit(kept=kept + self._generator_states(), backward=backward)
+        return Unit(saved=output + self._generator_states(), backward=backward)
 
     def _generator_states(self) -> int:
         return _GENERATOR_STATES if self.config.launch.on_cpu else 0
 
     def _norm(self, tokens: int, width: int) -> int:
         """Bytes that a norm keeps: its output and a number of each token; its input belongs to the unit before."""
-        kept = tokens * (width * self.itemsize + _FLOAT32)
-        return kept + self._norm_on_cpu(tokens, width)
+        return tokens * (width * self.itemsize + _FLOAT32) + self._norm_on_cpu(tokens, width)
 
     def _norm_on_cpu(self, tokens: int, width: int) -> int:
         """Bytes that PyTorch's RMSNorm keeps on a CPU: normalized numbers, and a float32 copy of 16-bit inputs."""
@@ -138,12 +138,13 @@ class ActivationSizes:
         else:
             projections, inputs, output, weights = self._grouped_attention()
         core = weights + self._attention_rows()
-        kept = self._norm(self.split_tokens, transformer.hidden_size) + projections + inputs + output + self.residual
+        norm = self._norm(self.split_tokens, transformer.hidden_size)
+        saved = norm + projections + inputs + output + self.residual
         # Gradients of the residual, the output, and of queries, keys and values.
         gradients = self.residual + output + inputs + weights
         if "core_attn" in self.recomputed:
-            return Unit(kept=kept + self._generator_states(), backward=core + gradients)
-        return Unit(kept=kept + core, backward=gradients)
+            return Unit(saved=saved + self._generator_states(), backward=core + gradients)
+        return Unit(saved=saved + core, backward=gradients)
 
     def _attention_rows(self) -> int:
         """Bytes of the logarithm of each row's sum, which the attention keeps in float32."""
@@ -220,12 +221,12 @@ class ActivationSizes:
     def _mlp(self) -> Unit:
         """Norm, MLP and the residual sum behind it."""
         width = self.config.transformer.ffn_hidden_size // self.tp
-        kept, gradients = self._hidden(self.tokens, width)
+        hidden, gradients = self._hidden(self.tokens, width)
         norm = self._norm(self.split_tokens, self.config.transformer.hidden_size)
         gradients += self.residual
         if "mlp" in self.recomputed:
-            return Unit(kept=norm + self.residual + self._generator_states(), backward=kept + gradients)
-        return Unit(kept=norm + kept + self.residual, backward=gradients)
+            return Unit(saved=norm + self.residual + self._generator_states(), backward=hidden + gradients)
+        return Unit(saved=norm + hidden + self.residual, backward=gradients)
 
     def _hidden(self, tokens: int, width: int, *, is_weighted: bool = False) -> tuple[int, int]:
         """Bytes that the hidden layer of an MLP keeps, and the gradients in its backward.
@@ -237,13 +238,15 @@ class ActivationSizes:
         matrix = width * self.config.transformer.hidden_size * self.itemsize
         if self.config.transformer.gated_linear_unit:
             # The first product (twice as wide), SiLU of one half, the other half, and their product.
-            kept = 5 * size
+            saved = 5 * size
             # Gradients of the product and of both halves; the product itself is free by then.
             gradients = max(2 * size, size + matrix)
         else:
-            kept = 2 * size
+            saved = 2 * size
             gradients = size + matrix
-        return kept + (size if is_weighted else 0), gradients
+        if is_weighted:
+            saved += size
+        return saved, gradients
 
     def _experts(self) -> Unit:
         """Norm, router, experts and the residual sum behind them, if every expert gets the same number of tokens."""
@@ -256,16 +259,16 @@ class ActivationSizes:
         routed_tokens = self.split_tokens * experts.moe_router_topk * etp
         routed = routed_tokens * hidden * self.itemsize
         width = experts.moe_ffn_hidden_size // etp
-        kept_by_experts, _ = self._hidden(routed_tokens, width, is_weighted=True)
+        hidden_of_experts, _ = self._hidden(routed_tokens, width, is_weighted=True)
         # Experts run their backward one after the other.
         local_experts = experts.num_moe_experts // ep
-        _, gradients_of_one = self._hidden(-(-routed_tokens // local_experts), width, is_weighted=True)
+        _, gradients_of_expert = self._hidden(-(-routed_tokens // local_experts), width, is_weighted=True)
 
-        modules = self._routing() + routed + kept_by_experts
+        modules = self._routing() + routed + hidden_of_experts
         shared = 0
         if experts.moe_shared_expert_intermediate_size:
             shared, _ = self._hidden(self.tokens, experts.moe_shared_expert_intermediate_size // self.tp)
-        backward = self.residual + routed + gradients_of_one
+        backward = self.residual + routed + gradients_of_expert
         # Copies of all routed tokens: computed and joined; with all-to-all also sorted, and exchanged between ranks.
         if experts.moe_token_dispatcher_type == "allgather":
             forward = 2 * routed
@@ -274,14 +277,14 @@ class ActivationSizes:
         else:
             forward = (4 if ep > 1 else 3) * routed
         forward -= self.residual  # the residual sum comes later
-        kept = self._norm(self.split_tokens, hidden) + self.residual
+        saved = self._norm(self.split_tokens, hidden) + self.residual
         if "moe" in self.recomputed:
             again = modules + shared + max(backward, 2 * self.residual + forward)
-            return Unit(kept=kept + self._generator_states(), backward=again)
+            return Unit(saved=saved + self._generator_states(), backward=again)
         if "shared_experts" in self.recomputed:
-            kept += self._generator_states() - shared
+            saved += self._generator_states() - shared
             backward += shared
-        return Unit(kept=kept + modules + shared, backward=backward, forward=forward)
+        return Unit(saved=saved + modules + shared, backward=backward, forward=forward)
 
     def _routing(self) -> int:
         """Bytes that the router keeps: scores, chosen experts with their weights, and maps of tokens to experts."""
@@ -298,10 +301,10 @@ class ActivationSizes:
     def _input(self, is_first: bool) -> Unit:
         """The embedding, or what the stage before sent."""
         if not is_first:
-            return Unit(kept=self.residual, backward=0)
+            return Unit(saved=self.residual, backward=0)
         rows = self.config.model.padded_vocab_size // self.tp
         matrix = rows * self.config.transformer.hidden_size * self.itemsize
-        return Unit(kept=self.residual, backward=matrix + self.residual)
+        return Unit(saved=self.residual, backward=matrix + self.residual)
 
     def _head(self) -> tuple[Unit, int]:
         """The final norm, the output layer and the log-probs; and the bytes of logits with their gradient."""
@@ -315,11 +318,11 @@ class ActivationSizes:
             logits = matrix * (_FLOAT32 + self.itemsize) + _FLOAT32 * CHUNK_TOKENS * rows
             chunk = CHUNK_TOKENS * rows * self.itemsize + self._scratch(CHUNK_TOKENS, rows)
             cast = 0 if self.itemsize == _FLOAT32 else matrix * self.itemsize
-            return Unit(kept=norm, backward=gathered + matrix * _FLOAT32 + max(chunk, cast)), logits
+            return Unit(saved=norm, backward=gathered + matrix * _FLOAT32 + max(chunk, cast)), logits
         of_logits = self.tokens * rows * self.itemsize
         log_probs = 2 * of_logits + self._scratch(self.tokens, rows)
         output_layer = of_logits + matrix * self.itemsize + gathered
-        return Unit(kept=norm, backward=max(log_probs, output_layer)), 2 * of_logits
+        return Unit(saved=norm, backward=max(log_probs, output_layer)), 2 * of_logits
 
     def _scratch(self, tokens: int, width: int) -> int:
         """Two scratch buffers for a block of tokens on a CPU; a GPU's kernels need none."""
@@ -330,19 +333,15 @@ class ActivationSizes:
 
 def _backward_peak(units: Sequence[Unit]) -> int:
     """Return the most bytes at once, while the units run backward from the last to the first."""
-    kept = 0
-    peak = 0
-    for unit in units:
-        kept += unit.kept
-        peak = max(peak, kept + unit.backward)
-    return peak
+    return _peak(units, [unit.backward for unit in units])
 
 
 def _forward_peak(units: Sequence[Unit]) -> int:
     """Return the most bytes at once, while the units run forward from the first to the last."""
-    kept = 0
-    peak = 0
-    for unit in units:
-        kept += unit.kept
-        peak = max(peak, kept + unit.forward)
-    return peak
+    return _peak(units, [unit.forward for unit in units])
+
+
+def _peak(units: Sequence[Unit], working: Sequence[int]) -> int:
+    """Return the most bytes at once, if a unit at work needs ``working`` beside what it and those before it saved."""
+    saved = accumulate(unit.saved for unit in units)
+    return max(total + work for total, work in zip(saved, working, strict=True))

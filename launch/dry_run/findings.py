@@ -94,7 +94,7 @@ class DryRun:
     @property
     def notes(self) -> list[str]:
         """Missing packages, settings that the memory leaves out, and open ports of several machines."""
-        notes = [f"needed on the run's machines: {words}" for words in self.missing]
+        notes = [f"needed on the run's machines: {sentence}" for sentence in self.missing]
         uncounted = self._uncounted_settings()
         if uncounted:
             notes.append(f"the memory does not count the effect of {', '.join(uncounted)}")
@@ -104,9 +104,9 @@ class DryRun:
 
     def _uncounted_settings(self) -> list[str]:
         """Given flags that change the memory on a GPU, and that the formulas leave out."""
-        given = self.config.megatron.given
-        flags = [flag(name) for name in given if name.startswith(_UNCOUNTED) or "fus" in name]
-        modules = [name for name in given.get("recompute_modules", ()) if name in MODULES_OF_ENGINE]
+        fields = self.config.megatron.given
+        flags = [flag(name) for name in fields if name.startswith(_UNCOUNTED) or "fus" in name]
+        modules = [name for name in fields.get("recompute_modules", ()) if name in MODULES_OF_ENGINE]
         if modules:
             flags.append(" ".join(["--recompute-modules", *modules]))
         return flags

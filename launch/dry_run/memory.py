@@ -119,7 +119,7 @@ def dynamic_bytes(chunks: Sequence[ChunkActivations], order: Sequence[int]) -> i
 
     ``order`` has the chunk's index for each micro-batch in flight, in the order of their forwards.
     """
-    waiting = sum(chunks[index].kept for index in order[:-1])
+    waiting = sum(chunks[index].saved for index in order[:-1])
     return waiting + _largest(chunks).peak + max(chunk.shared for chunk in chunks)
 
 
@@ -173,13 +173,13 @@ def _optimizer_bytes(config: RunConfig, chunks: Sequence[Parameters]) -> int:
 
 def _state_bytes(config: RunConfig) -> float:
     """Return the bytes of optimizer state on the device for one parameter."""
-    given = config.megatron.given
-    names = ["exp_avg_dtype"]
+    fields = config.megatron.given
+    states = ["exp_avg_dtype"]
     if config.optimizer.optimizer == "adam":
-        names.append("exp_avg_sq_dtype")
+        states.append("exp_avg_sq_dtype")
     if config.dtype is not torch.float32:
-        names.append("main_params_dtype")
-    kinds = given if given.get("use_precision_aware_optimizer") else {}
-    each = sum(_ITEM_BYTES[kinds.get(name, "fp32")] for name in names)
-    offloaded = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
-    return float(each * (1 - offloaded))
+        states.append("main_params_dtype")
+    dtypes = fields if fields.get("use_precision_aware_optimizer") else {}
+    state_bytes = sum(_ITEM_BYTES[dtypes.get(state, "fp32")] for state in states)
+    offloaded = fields.get("optimizer_offload_fraction", 1.0) if fields.get("optimizer_cpu_offload") else 0.0
+    return float(state_bytes * (1 - offloaded))

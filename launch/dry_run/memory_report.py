@@ -42,10 +42,10 @@ def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None) -> di
 def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:
     """Refuse a run of which some rank needs more than ``device_gib`` GiB."""
     for memory in memories:
-        here = (engine or 0) if memory.stage == 0 else 0
-        needed = memory.peak + here
+        engine_of_stage = (engine or 0) if memory.stage == 0 else 0
+        needed = memory.peak + engine_of_stage
         if needed > device_gib * GIB:
-            parts = {name: getattr(memory, name) for name in KINDS} | {"engine": here}
+            parts = {name: getattr(memory, name) for name in KINDS} | {"engine": engine_of_stage}
             largest = max(parts, key=lambda name: parts[name])
             unit, size = _unit(needed)
             raise ConfigurationError(

@@ -34,14 +34,15 @@ def places(config: RunConfig) -> list[Place]:
     cp = parallel.context_parallel_size
     stage = tp * cp * config.data_parallel_size
     engine = "" if config.rollouts.load_rollouts else config.engine.rollout_engine
-    found = []
+    places_of_ranks = []
     for rank in range(config.launch.world_size):
         pp, inside = divmod(rank, stage)
         dp, of_replica = divmod(inside, tp * cp)
         ep = inside // config.expert_tensor_parallel_size % parallel.expert_model_parallel_size
-        own = engine if of_replica == 0 and pp == 0 else ""
-        found.append(Place(rank, pp, dp, of_replica // tp, of_replica % tp, ep, own))
-    return found
+        engine_of_rank = engine if of_replica == 0 and pp == 0 else ""
+        place = Place(rank, pp, dp, of_replica // tp, of_replica % tp, ep, engine_of_rank)
+        places_of_ranks.append(place)
+    return places_of_ranks
 
 
 def places_in_words(ranks: Sequence[Place]) -> list[str]:

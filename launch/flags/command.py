@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.hints import unknown
 from megatron_rc.launch.flags.launch_file import read_launch_file
 from megatron_rc.launch.flags.own_objects import define_own_objects
@@ -81,9 +81,13 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     namespace, unread_words = parser.parse_known_args(words)
     if unread_words:
         unknown_flags = [word.partition("=")[0] for word in unread_words if word.startswith("--")]
-        names = unknown_flags or unread_words[:1]
-        raise ConfigurationError("; ".join(unknown("flag", name) for name in dict.fromkeys(names)))
+        unread = unknown_flags or unread_words[:1]
+        raise ConfigurationError("; ".join(unknown("flag", name) for name in dict.fromkeys(unread)))
     values = {name: value for name, value in vars(namespace).items() if value is not None}
+    for name, value in values.items():
+        # Of a shell variable that is not set; a folder or a name that is empty would turn its feature off in silence.
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise ConfigurationError(f"{flag(name)} has an empty value: give another one, or drop the flag")
     # Sections are frozen, so their lists of values are tuples.
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 

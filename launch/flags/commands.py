@@ -17,10 +17,7 @@ _METRICS = "metrics.jsonl"
 def parse_export(argv: Sequence[str]) -> argparse.Namespace:
     """Read the words of the export command; flags that name files or folders have the type Path."""
     parser = _parser("export", "Write a checkpoint as a Hugging Face directory, on one process without a GPU.")
-    text = "checkpoints: the --save of a run, of any layout"
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help=text)
-    text = "step of the checkpoint; default: the newest"
-    parser.add_argument("--ckpt-step", dest="step", type=int, metavar="N", help=text)
+    _add_checkpoint(parser)
     text = "directory to write; must be new or empty"
     parser.add_argument("--save-hf", type=Path, required=True, metavar="DIR", help=text)
     text = "directory of a Hugging Face tokenizer; default: the run's"
@@ -30,8 +27,7 @@ def parse_export(argv: Sequence[str]) -> argparse.Namespace:
     text = "do not compare the checkpoint with its checksums, which reads all of it"
     parser.add_argument("--no-verify-integrity", dest="verify_integrity", action="store_false", help=text)
     args = parser.parse_args(argv)
-    if not args.load.is_dir():
-        raise ConfigurationError(f"--load {args.load}: no such folder; give the --save of a run")
+    _check_folder("--load", args.load)
     if args.save_hf.is_dir() and any(args.save_hf.iterdir()):
         raise ConfigurationError(f"--save-hf {args.save_hf} is not empty: name another directory")
     if args.save_hf.exists() and not args.save_hf.is_dir():
@@ -42,10 +38,7 @@ def parse_export(argv: Sequence[str]) -> argparse.Namespace:
 def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
     """Read the words of the attribution's command; flags that name files or folders have the type Path."""
     parser = _parser("attribute", "Attribute the mismatch of recorded rollouts to a checkpoint's parameters, on a CPU.")
-    text = "checkpoints of the trainer: the --save of a run, of any layout"
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help=text)
-    text = "step of the checkpoint; default: the newest"
-    parser.add_argument("--ckpt-step", dest="step", type=int, metavar="N", help=text)
+    _add_checkpoint(parser)
     text = "weights of the engine: a Hugging Face directory, a run's --save, or one checkpoint iter_NNNNNNN in it; "
     parser.add_argument("--engine-weights", type=Path, metavar="DIR", help=f"{text}default: the trainer's")
     text = "round the engine's weights, as the flag of a run does; default: fp32, no rounding"
@@ -58,9 +51,10 @@ def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
     text = "rollout batches: JSON lines, or files of --save-rollouts (.safetensors)"
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help=text)
     args = parser.parse_args(list(argv))
-    for path in (args.load, args.engine_weights):
-        if path is not None and not path.is_dir():
-            raise ConfigurationError(f"{path}: no such folder; give the --save of a run")
+    _check_folder("--load", args.load)
+    if args.engine_weights is not None:
+        remedy = "give a Hugging Face directory, or the --save of a run"
+        _check_folder("--engine-weights", args.engine_weights, remedy=remedy)
     if args.nodes < 1:
         raise ConfigurationError(f"--attribution-nodes {args.nodes}: give 1 or more")
     if args.engine_weights is None and args.rollout_dtype == DTYPES[0]:
@@ -79,6 +73,19 @@ def parse_report(argv: Sequence[str]) -> Path:
         remedy = "name the folder of a run, as runs/count_up"
         raise ConfigurationError(f"{folder} holds no {_METRICS} that can be read: {remedy}")
     return folder
+
+
+def _add_checkpoint(parser: Parser) -> None:
+    """Add the flags that name the trainer's checkpoint."""
+    text = "checkpoints of the trainer: the --save of a run, of any layout"
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help=text)
+    text = "step of the checkpoint; default: the newest"
+    parser.add_argument("--ckpt-step", dest="step", type=int, metavar="N", help=text)
+
+
+def _check_folder(flag: str, folder: Path, *, remedy: str = "give the --save of a run") -> None:
+    if not folder.is_dir():
+        raise ConfigurationError(f"{flag} {folder}: no such folder; {remedy}")
 
 
 def _parser(command: str, about: str) -> Parser:

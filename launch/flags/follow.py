@@ -101,7 +101,7 @@ def with_what_follows(values: Values, world_size: int, *, engine: bool, elsewher
 
 def given_to_megatron(command: Command) -> dict[str, Any]:
     """Return the given fields of Megatron's configs that no section has."""
-    given = {}
+    fields = {}
     for name, value in command.given.items():
         # A flag without a default here is one of Megatron-Core's own fields.
         if name in defaults():
@@ -109,8 +109,8 @@ def given_to_megatron(command: Command) -> dict[str, Any]:
         field = passed_through()[name]
         if isinstance(value, tuple):
             value = value[0] if field.single and len(value) == 1 else list(value)
-        given[name] = value
-    return given
+        fields[name] = value
+    return fields
 
 
 def _virtual_stages(values: Values) -> int | None:

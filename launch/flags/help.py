@@ -31,12 +31,12 @@ _NEEDED = {
 
 def short_help() -> str:
     """Text of ``--help``: the flags that a new user needs, each with the first clause of its help text."""
-    known = long_options(PARSER) | long_options(torchrun_parser())
+    options = long_options(PARSER) | long_options(torchrun_parser())
     parser = Parser(usage=_USAGE, description=_ABOUT, epilog=_MORE, add_help=False)
     for title, names in _NEEDED.items():
         group = parser.add_argument_group(title)
         for name in names.split():
-            shown = copy.copy(known[name])  # the parser's own flag stays as it is
+            shown = copy.copy(options[name])  # the parser's own flag stays as it is
             shown.option_strings = [f"--{name}"]
             shown.choices = None
             shown.help = re.split("[:;,] ", shown.help or "")[0]

@@ -36,6 +36,8 @@ def unknown(what: str, name: str) -> str:
         return f"{what} {name!r} is gone: {remedy}"
     dashes = "--" if what == "flag" else ""
     meant = _meant(name.lstrip("-").replace("_", "-").lower())
+    if meant is not None and name == f"{dashes}{meant}":
+        return f"{what} {name!r} belongs to the command line of python -m megatron_rc.launch: give it there"
     hint = "--help-all lists them" if meant is None else f"did you mean {dashes}{meant}?"
     return f"unknown {what} {name!r}: {hint}"
 

@@ -163,11 +163,11 @@ def _held_out(values: Values, trained: RowFormat) -> list[HeldOut]:
 
 
 def _keys_of_files(values: Values, flag_name: str, names: list[str], default: str) -> list[str]:
-    words = values[flag_name] or ()
+    keys = values[flag_name] or ()
     try:
-        return keys_of_files(words, names, default)
+        return keys_of_files(keys, names, default)
     except ValueError as problem:
-        raise ConfigurationError(f"{flag(flag_name)} {' '.join(words)} {problem}") from problem
+        raise ConfigurationError(f"{flag(flag_name)} {' '.join(keys)} {problem}") from problem
 
 
 def _too_few_embeddings(values: Values, tokens: int) -> str:

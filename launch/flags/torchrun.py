@@ -52,44 +52,44 @@ def torchrun_parser() -> argparse.ArgumentParser:
     group.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="N", help=text)
     text = "number of machines, or FEWEST:MOST if machines come and go; default: 1"
     group.add_argument("--nnodes", default="1", metavar="N", help=text)
-    for theirs in get_args_parser()._actions:
-        if theirs.dest in _HANDED_ON:
-            names = [text for text in theirs.option_strings if text.startswith("--")]
-            text = " ".join((theirs.help or "").split()).replace("%", "%%")
-            how: dict[str, Any] = {"nargs": 0} if theirs.nargs == 0 else {"metavar": "TEXT"}
-            group.add_argument(*names, action=_HandOn, dest=theirs.dest, default=None, help=text, **how)
+    for action in get_args_parser()._actions:
+        if action.dest in _HANDED_ON:
+            names = [text for text in action.option_strings if text.startswith("--")]
+            text = " ".join((action.help or "").split()).replace("%", "%%")
+            how: dict[str, Any] = {"nargs": 0} if action.nargs == 0 else {"metavar": "TEXT"}
+            group.add_argument(*names, action=_HandOn, dest=action.dest, default=None, help=text, **how)
     parser.set_defaults(handed_on=[])
     return parser
 
 
-def machines_of(mine: argparse.Namespace) -> Machines:
+def machines_of(args: argparse.Namespace) -> Machines:
     """Read the numbers of processes and machines, and check them."""
     from torch.distributed.run import parse_min_max_nnodes
 
-    memory = mine.device_memory_gib
-    theirs = _read_by_torchrun(mine)
-    machines = Machines(_processes(mine.nproc_per_node), *parse_min_max_nnodes(mine.nnodes))
-    for name, is_given in {"--json": mine.json, "--device-memory-gib": memory is not None}.items():
-        if is_given and not mine.dry_run:
+    memory = args.device_memory_gib
+    torchrun_args = _read_by_torchrun(args)
+    machines = Machines(_processes(args.nproc_per_node), *parse_min_max_nnodes(args.nnodes))
+    for name, is_given in {"--json": args.json, "--device-memory-gib": memory is not None}.items():
+        if is_given and not args.dry_run:
             raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
-    if mine.dry_run and mine.print_config:
+    if args.dry_run and args.print_config:
         raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
     if memory is not None and not 0 < memory < float("inf"):
         raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
-    _check_meeting(mine, machines, theirs)
+    _check_meeting(args, machines, torchrun_args)
     return machines
 
 
-def words_for_torchrun(mine: argparse.Namespace, machines: Machines) -> list[str]:
+def words_for_torchrun(args: argparse.Namespace, machines: Machines) -> list[str]:
     """Arguments of torchrun, without the program that it starts."""
-    words = ["--nproc-per-node", str(machines.processes)]
-    if mine.max_restarts:
-        words += ["--max-restarts", str(mine.max_restarts)]
+    arguments = ["--nproc-per-node", str(machines.processes)]
+    if args.max_restarts:
+        arguments += ["--max-restarts", str(args.max_restarts)]
     if machines.most > 1:
-        words += ["--nnodes", mine.nnodes]
-    elif "--standalone" not in mine.handed_on:
-        words.append("--standalone")
-    return [*words, *mine.handed_on]
+        arguments += ["--nnodes", args.nnodes]
+    elif "--standalone" not in args.handed_on:
+        arguments.append("--standalone")
+    return [*arguments, *args.handed_on]
 
 
 class _HandOn(argparse.Action):
@@ -115,48 +115,48 @@ def _processes(text: str) -> int:
     return processes
 
 
-def _read_by_torchrun(mine: argparse.Namespace) -> argparse.Namespace:
+def _read_by_torchrun(args: argparse.Namespace) -> argparse.Namespace:
     """Let torchrun read and check its flags."""
     from torch.distributed.run import config_from_args, get_args_parser
 
-    words = ["--nnodes", mine.nnodes, "--max-restarts", str(mine.max_restarts), *mine.handed_on]
+    arguments = ["--nnodes", args.nnodes, "--max-restarts", str(args.max_restarts), *args.handed_on]
 
     def refuse(message: str) -> NoReturn:
         raise ConfigurationError(f"torchrun refuses its {message}")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    theirs = parser.parse_args([*words, "module"])
+    torchrun_args = parser.parse_args([*arguments, "module"])
     # Without a name here torchrun would make a folder, which only a run does.
-    checked = argparse.Namespace(**{**vars(theirs), "log_dir": os.devnull})
+    checked = argparse.Namespace(**{**vars(torchrun_args), "log_dir": os.devnull})
     try:
         config_from_args(checked)
     except (ValueError, AssertionError, RuntimeError) as error:
-        refuse(f"arguments {' '.join(words)}: {error}")
-    if theirs.redirects != "0" and not theirs.log_dir:
-        raise ConfigurationError(f"--redirects {theirs.redirects} needs --log-dir DIR for the ranks' output")
-    return theirs
+        refuse(f"arguments {' '.join(arguments)}: {error}")
+    if torchrun_args.redirects != "0" and not torchrun_args.log_dir:
+        raise ConfigurationError(f"--redirects {torchrun_args.redirects} needs --log-dir DIR for the ranks' output")
+    return torchrun_args
 
 
-def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argparse.Namespace) -> None:
+def _check_meeting(args: argparse.Namespace, machines: Machines, torchrun_args: argparse.Namespace) -> None:
     """Raise ConfigurationError unless the flags say in exactly one way how the machines find each other."""
-    typed = [word.replace("=", " ", 1) for word in mine.handed_on if word.startswith(_OF_MEETINGS)]
+    typed = [word.replace("=", " ", 1) for word in args.handed_on if word.startswith(_OF_MEETINGS)]
     meeting = " and ".join(word for word in typed if word.startswith(("--rdzv-backend", "--rdzv-endpoint")))
     # With another backend a store numbers the machines, instead of --node-rank.
-    is_elastic = theirs.rdzv_backend != "static"
+    is_elastic = torchrun_args.rdzv_backend != "static"
 
-    if theirs.standalone and machines.most > 1:
+    if torchrun_args.standalone and machines.most > 1:
         raise ConfigurationError("--standalone is for one machine: drop it or --nnodes")
     if typed and machines.most == 1:
         # On a machine of several it would start a run of its own.
         raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: give both, or neither")
-    if is_elastic and not theirs.rdzv_endpoint:
+    if is_elastic and not torchrun_args.rdzv_endpoint:
         raise ConfigurationError(f"{meeting} needs --rdzv-endpoint HOST:PORT, the same on all machines")
     if machines.fewest < machines.most and not is_elastic:
         raise ConfigurationError(
-            f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
+            f"--nnodes {args.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
         )
-    if not 0 <= theirs.node_rank < machines.most:
+    if not 0 <= torchrun_args.node_rank < machines.most:
         raise ConfigurationError(
-            f"--node-rank {theirs.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"
+            f"--node-rank {torchrun_args.node_rank} with --nnodes {args.nnodes} must be one of 0 to {machines.most - 1}"
         )

@@ -97,10 +97,10 @@ class DataSection(Section):
     @property
     def eval_names(self) -> tuple[str, ...]:
         """Names of the files of ``--eval-data`` that have metrics of their own; a single file needs a name for it."""
-        words = self.eval_data or ()
-        if len(words) == 1 and not _NAMED.fullmatch(words[0]):
+        files = self.eval_data or ()
+        if len(files) == 1 and not _NAMED.fullmatch(files[0]):
             return ()
-        return tuple(file.name for file in eval_files(words))
+        return tuple(file.name for file in eval_files(files))
 
 
 @dataclass(frozen=True, kw_only=True)

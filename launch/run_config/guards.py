@@ -77,7 +77,10 @@ class Condition:
         if match is None:
             raise ValueError("expected 'METRIC < NUMBER for STEPS', with <, <=, > or >=, and 1 or more steps")
         metric, comparison, number, steps = match.groups()
-        return cls(text, metric, comparison, float(number), int(steps or 1))
+        limit = float(number)
+        if not math.isfinite(limit):
+            raise ValueError(f"{number} is no finite number")
+        return cls(text, metric, comparison, limit, int(steps or 1))
 
     def holds(self, value: float) -> bool:
         """Whether a value meets the condition; NaN does."""

@@ -15,9 +15,9 @@ TOKEN_ESTIMATORS = ("optimal-token-baseline", "reinforce-pp", "reinforce-pp-base
 
 def known_estimator(word: str) -> str:
     """Return the value of --advantage-estimator; ValueError unless it is an estimator or a ``python:`` object."""
-    known = (*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS)
-    if word not in known and not is_python_spec(word):
-        raise ValueError(f"invalid choice: {word!r} (choose from {', '.join(known)}, or python:pkg.module:OBJECT)")
+    estimators = (*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS)
+    if word not in estimators and not is_python_spec(word):
+        raise ValueError(f"invalid choice: {word!r} (choose from {', '.join(estimators)}, or python:pkg.module:OBJECT)")
     return word
 
 

@@ -84,8 +84,8 @@ class MegatronField:
         """Return the flag with this value, as typed."""
         if self.kind is bool:
             return f"--{(self.on if value else self.off)[0]}"
-        words = " ".join(map(str, value)) if self.many and isinstance(value, list) else str(value)
-        return f"--{self.on[0]} {words}"
+        text = " ".join(map(str, value)) if self.many and isinstance(value, list) else str(value)
+        return f"--{self.on[0]} {text}"
 
 
 @functools.cache

@@ -137,5 +137,5 @@ def as_typed(name: str, value: Any) -> str:
     """Return a flag with its value, as typed; ``name`` has underscores."""
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
-    words = value if isinstance(value, tuple | list) else [value]
-    return " ".join([flag(name), *map(str, words)])
+    values = value if isinstance(value, tuple | list) else [value]
+    return " ".join([flag(name), *map(str, values)])

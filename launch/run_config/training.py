@@ -12,6 +12,9 @@ import torch
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config.options import Section, option
 
+# PyTorch's generators take 64 bits; the seeds of ranks and steps are a little larger than the run's.
+_LARGEST_SEED = 2**63 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection(Section):
@@ -110,7 +113,7 @@ class TrainingSection(Section):
         "treat a step whose gradient norm is ten times the largest of the first 100 steps as a bad step"
     )
     train_samples: int | None = option("sequences of the run, instead of --train-iters")
-    seed: int = option("seed of weights, prompts and sampling", default=1234, not_negative=True)
+    seed: int = option("seed of weights, prompts and sampling", default=1234, not_negative=True, most=_LARGEST_SEED)
 
 
 @dataclass(frozen=True, kw_only=True)

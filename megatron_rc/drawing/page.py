@@ -91,6 +91,6 @@ def charts(drawn: Iterable[Chart]) -> str:
     """Return charts beside each other, each with its title and note. Raises ImportError without matplotlib."""
     figures = []
     for chart in drawn:
-        words = f"<h2>{html.escape(chart.title)}</h2>{paragraph(chart.note, is_note=True)}"
-        figures.append(f"<figure>{words}{svg_of(chart)}</figure>")
+        caption = f"<h2>{html.escape(chart.title)}</h2>{paragraph(chart.note, is_note=True)}"
+        figures.append(f"<figure>{caption}{svg_of(chart)}</figure>")
     return "\n".join(['<div class="charts">', *figures, "</div>"])

@@ -37,9 +37,9 @@ def check_files(config: RunConfig) -> None:
     if files.load and files.ckpt_step is not None:
         saved = iterations(files.load)
         if files.ckpt_step not in saved:
-            known = ", ".join(map(str, saved)) or "none"
+            saved_steps = ", ".join(map(str, saved)) or "none"
             raise ConfigurationError(
-                f"{config.typed('ckpt_step')}: {config.typed('load')} holds no such checkpoint, it has {known}"
+                f"{config.typed('ckpt_step')}: {config.typed('load')} holds no such checkpoint, it has {saved_steps}"
             )
     if config.logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")

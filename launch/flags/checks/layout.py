@@ -34,20 +34,31 @@ def check_layout(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    """Check that layers spread evenly over the stages; Megatron itself checks given numbers and layouts."""
+    """Check that layers spread evenly over the stages, apart from given numbers for the first and the last stage.
+
+    A layout of all stages was checked when it was read; Megatron refuses it beside such numbers.
+    """
     stages = config.parallel.pipeline_model_parallel_size
+    num_layers = config.transformer.num_layers
     ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    given = " and ".join(config.typed(name) for name in ends if name in config.megatron.given)
-    if not given:
-        if "pipeline_model_parallel_layout" not in config.megatron.given:
-            require_multiple("num_layers", config.transformer.num_layers, "pipeline_model_parallel_size", stages)
+    flags_of_ends = " and ".join(config.typed(name) for name in ends if name in config.megatron.given)
+    if "pipeline_model_parallel_layout" in config.megatron.given:
+        return
+    if not flags_of_ends:
+        require_multiple("num_layers", num_layers, "pipeline_model_parallel_size", stages)
         return
     if stages == 1:
-        raise ConfigurationError(f"{given} needs --pipeline-model-parallel-size above 1: give both, or neither")
+        raise ConfigurationError(f"{flags_of_ends} needs --pipeline-model-parallel-size above 1: give both, or neither")
     if config.parallel.virtual_pipeline_model_parallel_size is not None:
         raise ConfigurationError(
-            f"{given} with {config.typed('num_layers_per_virtual_pipeline_stage')}: virtual stages have equally many "
-            "layers; drop one"
+            f"{flags_of_ends} with {config.typed('num_layers_per_virtual_pipeline_stage')}: virtual stages have "
+            "equally many layers; drop one"
+        )
+    layers_of_stages = config.layers_of_chunks
+    if min(layers_of_stages) < 1 or sum(layers_of_stages) != num_layers:
+        raise ConfigurationError(
+            f"{flags_of_ends} with {config.typed('num_layers', 'pipeline_model_parallel_size')}: each stage needs a "
+            "layer, and the stages between the ends equally many; change one of them"
         )
 
 
@@ -138,10 +149,22 @@ def check_steps(config: RunConfig, samples: bool) -> None:
         )
     if config.schedule.lr_warmup_init > config.optimizer.lr:
         raise ConfigurationError(f"{config.typed('lr_warmup_init')} must be at most {config.typed('lr')}")
-    _, end = config.logging.profiled_steps
+    _check_profile(config)
     _check_rare_metrics(config)
-    if config.logging.profile and end > last:
+
+
+def _check_profile(config: RunConfig) -> None:
+    """Check that the profiled steps and ranks are some of the run's."""
+    logging = config.logging
+    if not logging.profile:
+        return
+    _, end = logging.profiled_steps
+    if end > config.training.train_iters:
         raise ConfigurationError(f"--profile-step-end {end} must be at most {config.typed('train_iters')}")
+    world_size = config.launch.world_size
+    for rank in logging.profile_ranks or ():
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"--profile-ranks {rank} must be one of 0 to {world_size - 1}")
 
 
 def _check_rare_metrics(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.launch.engines.registry import ENGINES
@@ -10,14 +11,20 @@ from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.engines.vllm_args import read_engine_args
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.rollouts.recorded import find_rollouts
+from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 
 
 def check_recorded(config: RunConfig) -> None:
-    """Check that recorded rollouts suffice for the run."""
+    """Check that recorded rollouts suffice for the run, and are not in a folder that it renames at its start."""
     folder = config.rollouts.load_rollouts
     if not folder:
         return
+    if Path(folder).resolve() == bad_folder(config).resolve():
+        raise ConfigurationError(
+            f"--load-rollouts {folder} is the folder of this run's own bad batches: give another --run-name than "
+            f"{config.launch.run_name}"
+        )
     try:
         batches = len(find_rollouts(folder))
     except ValueError as error:

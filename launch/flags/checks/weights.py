@@ -23,7 +23,7 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     """Check that engines and Hugging Face directories have an architecture for this model, if they get its weights."""
     family = find_family(config)
     if config.model.hf_model_type and not family:
-        fitting_names = [other.name for other in FAMILIES.values() if other.matches(config)]
+        fitting_names = [candidate.name for candidate in FAMILIES.values() if candidate.matches(config)]
         remedy = f"use {' or '.join(fitting_names)}" if fitting_names else "drop it"
         raise ConfigurationError(f"{config.typed('hf_model_type')} does not fit the flags of this model: {remedy}")
     if not _converts(config, samples):
@@ -99,7 +99,7 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     elif not _converts(config, samples):
         reason = "does nothing without an engine, --load-hf or --save-hf: drop it"
     elif family is None or not family.in_bridge:
-        convertible = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
+        convertible = ", ".join(candidate.name for candidate in FAMILIES.values() if candidate.in_bridge)
         reason = f"converts {convertible}, not {family and family.name}: drop it"
     elif family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
         reason = (

@@ -107,14 +107,14 @@ class WandB:
         # Never ask for a key on the terminal, because all ranks would wait.
         quiet = self._wandb.Settings(show_info=False, quiet=True, finish_timeout=_UPLOAD_SECONDS)
         self._wandb.setup(settings=quiet)
-        wanted = config.logging
+        logging = config.logging
         id_file = folder / WANDB_ID
-        files = Path(wanted.wandb_save_dir or folder)
+        files = Path(logging.wandb_save_dir or folder)
         files.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
-            project=wanted.wandb_project,
-            entity=wanted.wandb_entity,
-            name=wanted.wandb_exp_name or config.launch.run_name,
+            project=logging.wandb_project,
+            entity=logging.wandb_entity,
+            name=logging.wandb_exp_name or config.launch.run_name,
             dir=str(files),
             config=as_mapping(config.flags) | environment(),
             id=id_file.read_text(encoding="utf-8").strip() if iteration and id_file.is_file() else None,
@@ -122,8 +122,8 @@ class WandB:
             settings=quiet,
         )
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
-        place = self._run.settings.sync_dir if self._run.offline else self._run.url
-        self.place = place or "got nothing, because WANDB_MODE disables it"
+        address = self._run.settings.sync_dir if self._run.offline else self._run.url
+        self.place = address or "got nothing, because WANDB_MODE disables it"
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
         """Log the metrics and histograms of a step."""

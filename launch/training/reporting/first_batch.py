@@ -19,18 +19,18 @@ def warn_of_bounds(metrics: Mapping[str, float], correction: RolloutCorrectionCo
     the sequences, as if the logs of their geometric means were normal; none if these are beyond any use.
     """
     rejected = metrics.get(f"{_NAME}_masked_fraction", 0.0)
-    bounds = next((one for one in correction.criteria if one.name == "seq_mean_k1"), None)
+    bounds = next((criterion for criterion in correction.criteria if criterion.name == "seq_mean_k1"), None)
     if bounds is None or not rejected > 0.5:
         return None
     now = f"{math.exp(bounds.lower):.6g}_{math.exp(bounds.upper):.6g}"
-    said = f"warning: the bounds {now} on the geometric mean reject {rejected:.0%} of the first batch of this start"
+    warning = f"warning: the bounds {now} on the geometric mean reject {rejected:.0%} of the first batch of this start"
     # The metrics describe -log ρ.
     middle = -metrics[f"{_NAME}_seq_mean"]
     width = _WIDTH * metrics[f"{_NAME}_seq_std"]
     if not 1e-6 < width < _MOST - abs(middle):
-        return f"{said}: measure the policies' distance first (python -m megatron_rc.doctor)"
+        return f"{warning}: measure the policies' distance first (python -m megatron_rc.doctor)"
     digits = max(3, 1 - math.floor(math.log10(width)), 2 + math.ceil((width - middle) / math.log(10)))
     lower = math.floor(math.exp(middle - width) * 10**digits) / 10**digits
     upper = math.ceil(math.exp(middle + width) * 10**digits) / 10**digits
     proposed = f"{lower:.{digits}f}_{upper:.{digits}f}"
-    return f"{said}; {proposed} would reject about 5 % of its sequences (--rollout-rs-threshold)"
+    return f"{warning}; {proposed} would reject about 5 % of its sequences (--rollout-rs-threshold)"

@@ -105,9 +105,9 @@ class _Doctor:
         """Add the row of a step, and judge the rows so far if it is time."""
         numbers: dict[str, float] = {"step": step}
         for name, value in metrics.items():
-            known = _doctors_name(name)
-            if known is not None and math.isfinite(value):
-                numbers[known] = value
+            doctors_name = _doctors_name(name)
+            if doctors_name is not None and math.isfinite(value):
+                numbers[doctors_name] = value
         self.rows.add(numbers)
         if self.rows.num_rows >= self._next_judgement:
             self.judge(step)

@@ -39,14 +39,14 @@ class Machine:
         world = self.config.launch.world_size
         phases = {name.removesuffix(_PHASE): value for name, value in times.items() if name.endswith(_PHASE)}
         total = sum(phases.values())
-        found = {f"{name}_share": value / total for name, value in phases.items()} if total else {}
-        found["perf/tokens_per_second_per_rank"] = times["perf/tokens_per_second"] / world
+        metrics = {f"{name}_share": value / total for name, value in phases.items()} if total else {}
+        metrics["perf/tokens_per_second_per_rank"] = times["perf/tokens_per_second"] / world
         if self.flops is not None and times["perf/update_seconds"]:
             rate = self.flops / times["perf/update_seconds"] / world
-            found |= {"perf/step_tflop": self.flops / 1e12, "perf/tflops_per_rank": rate / 1e12}
+            metrics |= {"perf/step_tflop": self.flops / 1e12, "perf/tflops_per_rank": rate / 1e12}
             if self.peak is not None:
-                found["perf/utilization"] = rate / self.peak
-        return found | self._memory()
+                metrics["perf/utilization"] = rate / self.peak
+        return metrics | self._memory()
 
     def _memory(self) -> dict[str, float]:
         """Peak memory over all ranks, and the rank that has it (the lowest of equal ones)."""
@@ -85,13 +85,13 @@ def step_flops(config: RunConfig) -> float | None:
 
 def device_peak(config: RunConfig) -> float | None:
     """Peak operations per second of a rank's device: ``--device-peak-tflops``, or a known 16-bit peak; else None."""
-    given = config.logging.device_peak_tflops
-    if given is not None:
-        return given * 1e12
+    tflops = config.logging.device_peak_tflops
+    if tflops is not None:
+        return tflops * 1e12
     if config.launch.on_cpu or config.dtype.itemsize != 2:
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak * 1e12 for words, peak in _PEAKS.items() if words in name), None)
+    device = torch.cuda.get_device_name()
+    return next((peak * 1e12 for name, peak in _PEAKS.items() if name in device), None)
 
 
 def _layer(transformer: TransformerConfig, length: int, has_experts: bool) -> int:

@@ -74,14 +74,15 @@ class MetricsFile:
 
     def _bytes_to_keep(self) -> int:
         """Bytes up to the end of the last complete row of a step before this run; what follows is made again."""
-        kept = end = 0
+        bytes_to_keep = 0
+        end = 0
         with self.path.open("rb") as file:
             for line in file:
                 end += len(line)
                 match = _STEP.match(line)
                 if match and int(match[1]) <= self.iteration and line.endswith(b"\n"):
-                    kept = end
-        return kept
+                    bytes_to_keep = end
+        return bytes_to_keep
 
 
 def read_rows(path: Path, having: str = "") -> Iterator[dict[str, float]]:

@@ -80,9 +80,9 @@ class Reporter:
         self.progress.step(usual, is_logged=is_logged)
         warning = warn_of_bounds(usual, self.config.correction) if step == self.first_step else None
         verdict = self.doctor.step(step, metrics) if self.doctor is not None else None
-        for words in (warning, verdict):
-            if words is not None:
-                self.say(words)
+        for message in (warning, verdict):
+            if message is not None:
+                self.say(message)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation after ``step`` optimizer steps; it has its own row in the metrics file."""
@@ -162,8 +162,8 @@ class Reporter:
         try:
             yield
         except OSError as error:
-            words = f"the metrics in {self.folder} cannot be written ({error.strerror})"
-            raise ConfigurationError(f"{words}: make room, or choose another --runs-dir") from error
+            message = f"the metrics in {self.folder} cannot be written ({error.strerror})"
+            raise ConfigurationError(f"{message}: make room, or choose another --runs-dir") from error
 
     @contextmanager
     def _best_effort(self, failure: str) -> Iterator[None]:

@@ -72,10 +72,10 @@ def _parts(folder: Path, history: RunHistory, settings: Mapping[str, str], endin
     if history.facts:
         yield page.section("Engine and trainer: what the doctor says", *_doctors_words(history))
     if history.thinning > 1:
-        words = (
+        note = (
             f"The file has many rows: of {METRICS_FILE} each row of {history.thinning} is drawn, and all evaluations."
         )
-        yield page.paragraph(words, is_note=True)
+        yield page.paragraph(note, is_note=True)
     yield page.charts(page_charts(history.series))
     yield from _answers(folder)
     text = _settings_text(folder)
@@ -86,7 +86,7 @@ def _parts(folder: Path, history: RunHistory, settings: Mapping[str, str], endin
 def _doctors_words(history: RunHistory) -> Iterator[str]:
     """Yield a sentence about the distance at the end, all verdicts with their steps, and the doctor's numbers."""
     facts = history.facts
-    grade = next((words for limit, words in GRADES if facts["k3_kl"] <= limit), None)
+    grade = next((sentence for limit, sentence in GRADES if facts["k3_kl"] <= limit), None)
     yield page.paragraph(f"At the end: {grade or 'the distance of the policies is not known'}.")
     if history.findings:
         rows = []
@@ -104,15 +104,23 @@ def _doctors_words(history: RunHistory) -> Iterator[str]:
 def _answers(folder: Path) -> Iterator[str]:
     """Yield a table of graded answers of the newest evaluation that has any."""
     for file in sorted((folder / ANSWERS_FOLDER).glob("step-*.jsonl"), reverse=True):
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            objects = [object_of(line) for line in islice(lines, _MOST_ANSWERS)]
-        answers = [answer for answer in objects if answer]
+        answers = _read_answers(file)
         if answers:
             columns = ("prompt", "response", "label", "reward", "error")
             rows = [[_shown(answer.get(column)) for column in columns] for answer in answers]
             note = page.paragraph(f"The first {len(rows)} of {ANSWERS_FOLDER}/{file.name}.", is_note=True)
             yield page.section("Graded answers", note, page.table(columns, rows))
             return
+
+
+def _read_answers(file: Path) -> list[Mapping[str, Any]]:
+    """Return the first answers of a file; none if it cannot be read."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            objects = [object_of(line) for line in islice(lines, _MOST_ANSWERS)]
+    except OSError:
+        return []
+    return [answer for answer in objects if answer]
 
 
 def _shown(value: Any) -> str:

@@ -46,7 +46,10 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
         iteration = latest_iteration(load)
     except (OSError, ValueError):  # the run ends with this error
         return Path(load)
-    return None if iteration is None else iteration_folder(load, iteration)
+    if iteration is None:
+        # Only an empty --save is a beginning; with another empty folder the run ends with an error.
+        return None if config.checkpoints.is_save(load) else Path(load)
+    return iteration_folder(load, iteration)
 
 
 def _engine(config: RunConfig) -> str:
@@ -69,8 +72,9 @@ def _weights(config: RunConfig, checkpoint: Path | None) -> str:
 
 
 def _tokenizer(config: RunConfig) -> str:
+    files = config.checkpoints
     if config.task.tokenizer_type == CHARACTERS:
-        return "one token a character" + " (--from-scratch)" * config.checkpoints.from_scratch
+        return "one token a character (--from-scratch)" if files.from_scratch else "one token a character"
     if config.task.tokenizer_model:
         return f"{config.task.tokenizer_model} (--tokenizer-model)"
-    return f"{config.checkpoints.load_hf} (--load-hf)"
+    return f"{files.load_hf} (--load-hf)"

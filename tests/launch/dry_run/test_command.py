@@ -35,13 +35,13 @@ def test_words(capsys, tmp_path, monkeypatch):
 
 def test_json(capsys):
     code, output, _ = dry_run(capsys, "--config count_up --json --micro-batch-size 8", ranks=8, nodes=2)
-    found = json.loads(output)
+    findings = json.loads(output)
     assert code == 0
-    assert found["layout"] == {"tp": 2, "cp": 1, "pp": 2, "dp": 4, "ep": 1}
-    assert found["batch"]["sequences_of_a_replica"] == 64
-    assert len(found["ranks"]) == found["world_size"] == 16
-    assert found["ends"] == "end tokens: 1 <eos> (tokenizer)"
-    assert found["notes"][-1].startswith("2 machines: "), "who can connect to them"
+    assert findings["layout"] == {"tp": 2, "cp": 1, "pp": 2, "dp": 4, "ep": 1}
+    assert findings["batch"]["sequences_of_a_replica"] == 64
+    assert len(findings["ranks"]) == findings["world_size"] == 16
+    assert findings["ends"] == "end tokens: 1 <eos> (tokenizer)"
+    assert findings["notes"][-1].startswith("2 machines: "), "who can connect to them"
 
 
 def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
@@ -112,10 +112,10 @@ def test_modules_that_transformer_engine_makes_anew_are_noted(capsys):
     words = "--config count_up --recompute-granularity selective --recompute-modules"
     code, output, errors = dry_run(capsys, f"{words} layernorm mlp --tp-comm-overlap --bf16 --json", ranks=4)
     assert (code, errors) == (0, "")
-    found = json.loads(output)
-    assert any(note.endswith(" --tp-comm-overlap, --recompute-modules layernorm") for note in found["notes"])
+    findings = json.loads(output)
+    assert any(note.endswith(" --tp-comm-overlap, --recompute-modules layernorm") for note in findings["notes"])
     alike = json.loads(dry_run(capsys, f"{words} mlp --bf16 --json", ranks=4)[1])
-    assert found["memory"] == alike["memory"]
+    assert findings["memory"] == alike["memory"]
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ MEASURED = [pytest.param(name, marks=[] if name in IN_SUITE else pytest.mark.lon
 
 
 def words_of(name, *more):
-    layout, model, own = CASES[name]
-    return layout, [*model, *COMMON, *own, *layout.flags(), *more]
+    layout, model, more_flags = CASES[name]
+    return layout, [*model, *COMMON, *more_flags, *layout.flags(), *more]
 
 
 @cache
@@ -62,9 +62,9 @@ def test_the_peak_is_that_of_a_real_rank(name, ranks):
     layout, words = words_of(name)
     measured = ranks.run(peak_bytes, layout, words)
     of_stage = layout.world // layout.pp
-    for found in predicted(name):
-        for rank in range(found.stage * of_stage, (found.stage + 1) * of_stage):
-            assert found.peak == pytest.approx(measured[rank], rel=0.1), f"rank {rank}: {found}"
+    for memory in predicted(name):
+        for rank in range(memory.stage * of_stage, (memory.stage + 1) * of_stage):
+            assert memory.peak == pytest.approx(measured[rank], rel=0.1), f"rank {rank}: {memory}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,28 +80,30 @@ def test_the_parameters_are_those_of_the_built_model(name):
 def test_what_is_away_on_a_gpu_adds_what_its_own_work_needs_more():
     """Weights and gradients beside activations, or an optimizer alone; on a CPU there is nowhere else to go."""
     on_gpu = ("--transformer-impl=local", "--no-cpu")
-    stay = predicted("critic")
+    on_cpu = predicted("critic")
     with_critic, with_optimizer = (
         stage_memories(configured("critic", *on_gpu, away)) for away in ("--critic-offload", "--optimizer-offload")
     )
-    for own, critic, optimizer in zip(
-        stage_memories(configured("critic", *on_gpu)), with_critic, with_optimizer, strict=True
-    ):
-        wanted = max(own.critic // 2 + critic.activations, own.critic) - critic.activations - critic.logits
-        assert critic.critic == max(0, wanted) < own.critic
-        assert optimizer.optimizer == max(0, own.optimizer - optimizer.activations - optimizer.logits) < own.optimizer
-    assert predicted("critic", "--critic-offload")[0].critic == stay[0].critic
-    assert predicted("critic", "--optimizer-offload")[0].optimizer == stay[0].optimizer
+    without_offload = stage_memories(configured("critic", *on_gpu))
+    for stays, critic, optimizer in zip(without_offload, with_critic, with_optimizer, strict=True):
+        # Half of a critic's bytes are weights and gradients.
+        dynamic = critic.activations + critic.logits
+        at_work = max(stays.critic // 2 + critic.activations, stays.critic)
+        assert critic.critic == max(0, at_work - dynamic) < stays.critic
+        assert optimizer.optimizer == max(0, stays.optimizer - optimizer.activations - optimizer.logits)
+        assert optimizer.optimizer < stays.optimizer
+    assert predicted("critic", "--critic-offload")[0].critic == on_cpu[0].critic
+    assert predicted("critic", "--optimizer-offload")[0].optimizer == on_cpu[0].optimizer
     config = configured("gpt2-reference", *on_gpu)
-    assert [found.reference for found in stage_memories(config)] == [0], "a reference policy waits in host memory"
+    assert [memory.reference for memory in stage_memories(config)] == [0], "a reference policy waits in host memory"
 
 
 def test_what_each_part_is():
-    (found,) = predicted("gpt2-reference")
-    assert found.weights == found.gradients == found.reference == 4 * found.parameters
-    assert found.optimizer == 8 * found.parameters
+    (memory,) = predicted("gpt2-reference")
+    assert memory.weights == memory.gradients == memory.reference == 4 * memory.parameters
+    assert memory.optimizer == 8 * memory.parameters
     tokens = 4 * 64
-    assert found.logits == 2 * tokens * 2048 * 4, "and their gradient; the vocabulary is padded"
+    assert memory.logits == 2 * tokens * 2048 * 4, "and their gradient; the vocabulary is padded"
     assert predicted("packed-sgd")[0].optimizer == 4 * predicted("packed-sgd")[0].parameters
     half = predicted("bf16-distributed")[0]
     assert (half.optimizer, half.weights) == (12 * half.parameters // 2, 2 * half.parameters)

@@ -9,9 +9,9 @@ from megatron_rc.launch.flags.parser import build_parser, long_options
 
 
 def test_names_of_other_programs_are_unknown_here_and_lead_to_flags():
-    known = set(long_options(build_parser()))
-    assert set(_OF_OTHER_PROGRAMS.values()) <= known
-    assert not set(_OF_OTHER_PROGRAMS) & known
+    flags = set(long_options(build_parser()))
+    assert set(_OF_OTHER_PROGRAMS.values()) <= flags
+    assert not set(_OF_OTHER_PROGRAMS) & flags
 
 
 HINTS = {
@@ -32,6 +32,11 @@ HINTS = {
 @pytest.mark.parametrize("name", HINTS)
 def test_an_unknown_flag_gets_a_hint(name):
     assert unknown("flag", name) == f"unknown flag {name!r}: did you mean {HINTS[name]}?"
+
+
+@pytest.mark.parametrize(("what", "name"), [("key", "dry-run"), ("key", "config"), ("flag", "--print-config")])
+def test_a_flag_of_the_command_line_is_not_proposed_in_its_own_place(what, name):
+    assert unknown(what, name).startswith(f"{what} {name!r} belongs to the command line")
 
 
 @pytest.mark.parametrize("name", ["load-last-valid", "--load_last_valid", "--no-load-last-valid"])
@@ -56,6 +61,8 @@ WRONG = {
     "--tensor-model-parallel": "'--tensor-model-parallel': .*--tensor-model-parallel-size",
     "--num-layers two": "--num-layers.*'two'",
     "stray": "'stray'",
+    "--save=": "--save has an empty value",
+    "--eval-data=a.jsonl --eval-data=": "--eval-data has an empty value",
     # A script of another program has many unknown flags; all are named at once.
     "--mock-data --num-rollout 3 --lr 1e-3 --split 99,1 --split=1": "'--mock-data': .*; .*'--num-rollout': .*iters.*; "
     ".*'--split': [^;]*$",

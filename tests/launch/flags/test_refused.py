@@ -81,6 +81,8 @@ TABLES = {
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load-hf=nowhere
         --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
+        @2 --profile --profile-ranks 0 2 :: --profile-ranks 2 | 0 to 1
+        --seed=9223372036854775808 :: --seed 9223372036854775808 must be at most 9223372036854775807
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
         --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
@@ -97,6 +99,7 @@ TABLES = {
         --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
         --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override-opt-param-scheduler
         --stop-if lr :: --stop-if 'lr'
+        --stop-if lr>1e999 :: --stop-if 'lr>1e999' | 1e999 is no finite number
         """,
     ),
     "engines": (
@@ -230,7 +233,10 @@ TABLES = {
         --no-initialization :: --no-initialization | --load
         --no-rope-freq=often :: --no-rope-freq | 'often'
         --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
-        @2 PP --decoder-first-pipeline-num-layers=4 :: Megatron-Core refuses --decoder-first-pipeline-num-layers 4
+        @2 PP --decoder-first-pipeline-num-layers=4 :: --decoder-first-pipeline-num-layers 4 | --num-layers 4
+        @2 PP --decoder-first-pipeline-num-layers=5 :: --decoder-first-pipeline-num-layers 5 | --num-layers 4
+        @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: --decoder-last-pipeline-num-layers 1
+        @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: -first-pipeline-num-layers 1
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
     ),
@@ -268,6 +274,12 @@ def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
         base.remove("--train-iters=100")
     with refused(fragments or words.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
+
+
+def test_a_run_does_not_read_the_folder_of_its_own_bad_batches(tmp_path):
+    """It renames this folder at its start."""
+    with refused(f"--load-rollouts {tmp_path}/a/../run/bad | --run-name than run"):
+        configure(flags(tmp_path, "--run-name=run", f"--load-rollouts={tmp_path}/a/../run/bad"), 1)
 
 
 def test_what_does_nothing_in_megatron_passes(tmp_path):

@@ -20,15 +20,15 @@ def test_no_flag_and_no_field_is_declared_twice_and_every_number_has_a_sign():
     numbers = [option for option in options if option.kind in (int, float)]
     assert len(numbers) > 80
     for option in numbers:
-        wanted = "must be positive"
+        error = "must be positive"
         if option.not_negative:
-            wanted = "must be 0 or more"
+            error = "must be 0 or more"
         if option.any_sign:
-            wanted = "must be a finite number"
+            error = "must be a finite number"
         for value in (-1, float("nan"), float("inf"), 0):
             may_pass = (value == 0 and option.not_negative) or (value in (0, -1) and option.any_sign)
             if not option.many and not may_pass:
-                with pytest.raises(ConfigurationError, match=wanted):
+                with pytest.raises(ConfigurationError, match=error):
                     check_range(option, value)
             elif may_pass:
                 check_range(option, value)
@@ -44,12 +44,12 @@ def test_settings_reach_megatron_unchanged(tmp_path):
     config = run_config(flags(tmp_path, *words, model=model), engine=False)
     built = vars(build_transformer_config(config))
     for section in (config.parallel, config.transformer, config.compute, config.experts, config.latent):
-        wanted = values_of(section)
+        expected = values_of(section)
         for flag_alone in ("group_query_attention", "num_layers_per_virtual_pipeline_stage"):
-            wanted.pop(flag_alone, None)
-        if "moe_layer_freq" in wanted:
-            assert wanted["moe_layer_freq"] == "[0]*1+[1]*3"
-            wanted["moe_layer_freq"] = [0, 1, 1, 1]  # as Megatron-LM's parser would have read it
-        assert {name: built[name] for name in wanted} == wanted
+            expected.pop(flag_alone, None)
+        if "moe_layer_freq" in expected:
+            assert expected["moe_layer_freq"] == "[0]*1+[1]*3"
+            expected["moe_layer_freq"] = [0, 1, 1, 1]  # as Megatron-LM's parser would have read it
+        assert {name: built[name] for name in expected} == expected
     assert built["rotary_base"] == 500
     assert values_of(config.optimizer).items() <= vars(build_optimizer_config(config)).items()

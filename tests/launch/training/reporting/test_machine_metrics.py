@@ -67,10 +67,10 @@ def test_every_step_tells_of_the_machines(ranks, tmp_path):
         assert 0.05 < row["perf/peak_memory_gib"] < 100
         timed = {name: value for name, value in row.items() if name.endswith("-time")}
         assert timed.keys() >= {f"{name}-time" for name in TIMERS}
-        whole = timed["iteration-time"]
-        shares = {f"{name.removesuffix('-time')}-share": value / whole for name, value in timed.items()}
-        found = {name: value for name, value in row.items() if name.endswith("-share")}
-        assert found == pytest.approx({name: value for name, value in shares.items() if name != "iteration-share"})
+        iteration = timed["iteration-time"]
+        shares = {f"{name.removesuffix('-time')}-share": value / iteration for name, value in timed.items()}
+        logged = {name: value for name, value in row.items() if name.endswith("-share")}
+        assert logged == pytest.approx({name: value for name, value in shares.items() if name != "iteration-share"})
         assert 0 < timed["optimizer-inner-step-time"] < timed["optimizer-time"] < timed["iteration-time"]
         assert 0 < timed["forward-compute-time"] < timed["forward-backward-time"] < timed["iteration-time"]
     names = {name for row in rows(tmp_path) for name in row}
@@ -93,12 +93,14 @@ def highest(words):
 
 
 def test_the_rank_that_needs_most_is_named_on_all(ranks, tmp_path):
-    found = ranks.run(highest, Layout(dp=4), flags(tmp_path))
-    assert [(each["perf/peak_memory_gib"], each["perf/peak_memory_rank"]) for each in found] == [(2.0, 1.0)] * 4
-    assert "perf/utilization" not in found[0], "nobody knows what this processor can do at best"
+    metrics_of_ranks = ranks.run(highest, Layout(dp=4), flags(tmp_path))
+    peaks = [(metrics["perf/peak_memory_gib"], metrics["perf/peak_memory_rank"]) for metrics in metrics_of_ranks]
+    assert peaks == [(2.0, 1.0)] * 4
+    assert "perf/utilization" not in metrics_of_ranks[0], "nobody knows what this processor can do at best"
     words = flags(tmp_path, "--rl-use-sequence-packing")
-    found = ranks.run(highest, Layout(dp=2), words)
-    assert not [name for each in found for name in each if "flop" in name], "what the formula does not know is not told"
+    metrics_of_ranks = ranks.run(highest, Layout(dp=2), words)
+    names = {name for metrics in metrics_of_ranks for name in metrics}
+    assert not [name for name in names if "flop" in name], "what the formula does not know is not told"
 
 
 @pytest.mark.parametrize(("words", "peak"), [("--bf16", 989e12), ("--fp16", 989e12), ("", None)])

@@ -110,8 +110,7 @@ def without_matplotlib(monkeypatch):
 
 
 def with_a_damaged_folder(monkeypatch):
-    folder = os.path.join(os.getcwd(), "run", "eval", "step-0000001.jsonl")
-    os.makedirs(folder)
+    os.makedirs(os.path.join(os.getcwd(), "run", "report.html.partial"))
 
 
 def with_a_full_disk(monkeypatch):

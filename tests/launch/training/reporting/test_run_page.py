@@ -239,6 +239,22 @@ def test_a_page_that_cannot_be_written_ends_the_command_with_1(tmp_path, capsys)
     assert capsys.readouterr().err == said
 
 
+def test_metrics_that_cannot_be_read_are_named(tmp_path, capsys):
+    """Reading this file of the system is an input/output error, for every user."""
+    (tmp_path / "metrics.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(SystemExit) as end:
+        report.main([str(tmp_path)])
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/metrics.jsonl could not be read (Input/output error)\n"
+
+
+def test_answers_that_cannot_be_read_are_left_out(tmp_path):
+    folder = run_folder(tmp_path, made_rows(2))
+    (folder / "eval" / "step-0000002.jsonl").mkdir(parents=True)
+    (folder / "eval" / "step-0000001.jsonl").write_text('{"prompt": "4 + 4", "response": "8"}')
+    assert "4 + 4" in drawn(folder)
+
+
 NO_METRICS = "holds no metrics.jsonl that can be read: name"
 REFUSED = {
     "nowhere": f"nowhere {NO_METRICS} the folder of a run, as runs/count_up\n",

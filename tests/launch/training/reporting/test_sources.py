@@ -71,6 +71,13 @@ def test_a_dry_run_finds_the_checkpoint_that_a_run_would_begin_with(tmp_path, tr
     (folder / "metadata.json").write_text("{}")
     if tracked is not None:
         (tmp_path / "save" / TRACKER).write_text(tracked)
-    found = newest_checkpoint(config)
-    assert found == {"3": folder, "half": Path(tmp_path / "save"), None: None}[tracked]
-    assert line(config, found).startswith(f"weights: {f'checkpoint {found} (--load)' if found else 'random'}")
+    checkpoint = newest_checkpoint(config)
+    assert checkpoint == {"3": folder, "half": Path(tmp_path / "save"), None: None}[tracked]
+    assert line(config, checkpoint).startswith(
+        f"weights: {f'checkpoint {checkpoint} (--load)' if checkpoint else 'random'}"
+    )
+
+
+def test_an_empty_folder_that_is_not_save_is_no_beginning(tmp_path):
+    config = run_config(flags(tmp_path, f"--load={tmp_path}"))
+    assert newest_checkpoint(config) == tmp_path
