@@ -98,8 +98,9 @@ def rows_of_objects(objects: Iterable[Mapping[str, Any]], path: Path, prefix: st
         }
         with_lists |= {name for name, column in columns.items() if isinstance(column, list)}
         if with_lists and (number > 1 or any(isinstance(value.get(name), list) for name in _OF_TOKENS)):
+            names = ", ".join(sorted(with_lists))
             raise ValueError(
-                f"{path}: {', '.join(sorted(with_lists))} has a number for each token: this is a record of responses without the log-probs of "
+                f"{path}: {names} has a number for each token: this is a record of responses without the log-probs of "
                 "both policies, and no history of a run"
             )
         if not columns:
