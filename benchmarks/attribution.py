@@ -158,7 +158,8 @@ class Table:
             "layers": {layer: round(result.share(part), 5) for layer, part in result.by_layer().items()},
             "kinds": {kind: round(result.share(part), 5) for kind, part in result.by_kind().items()},
             "layers_and_kinds": [
-                (*place, round(result.share(part), 5)) for place, part in result.by_layer_and_kind().items()
+                (layer, kind, round(result.share(part), 5))
+                for (layer, kind), part in result.by_layer_and_kind().items()
             ],
             "seconds": round(seconds, 1),
         }
@@ -267,7 +268,7 @@ def fault_table(rows: list[dict[str, Any]]) -> str:
     for name in names:
         cells = [name]
         for row in (row for row in rows if row["fault"] == name):
-            places_in_words = ", ".join(str(place) for place in row["places"])
+            places_in_words = ", ".join(map(str, row["places"]))
             cells += [f"{_percent(row['share'])} %, {places_in_words}", f"{row['completeness']:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -45,19 +45,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         require("megatron.core", "an attribution", "launch")
         if request.picture is not None:
             require("matplotlib", "--picture", "launch")
+            _check_picture(request.picture)
         batch = read_records(request.records)
         with cpu_backend():
             result = attribution_of(request, batch)
-        if request.picture is not None:
-            write_picture(result, request.picture)
         sys.stdout.write(_as_json(result) if request.json else _in_words(result))
+        if request.picture is not None:
+            try:
+                write_picture(result, request.picture)
+            except OSError as error:
+                raise ValueError(f"--picture {request.picture} could not be written ({error})") from error
+
+
+def _check_picture(path: Path) -> None:
+    """Refuse a picture that could not be written, before the passes that it is drawn of."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--picture {path}: the folder {path.parent} does not exist, create it first")
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise ConfigurationError(f"--picture {path}: name it with one of the endings {', '.join(sorted(formats))}")
 
 
 def read_records(paths: Sequence[Path]) -> RolloutBatch:
     """Return the sequences of all files as one batch.
 
     Raises:
-        ValueError: a file cannot be read, or the sequences were sampled differently.
+        ValueError: a file cannot be read, no file has a sampled token, or the sequences were sampled differently.
     """
     batches: list[RolloutBatch] = []
     for path in paths:
@@ -67,6 +82,8 @@ def read_records(paths: Sequence[Path]) -> RolloutBatch:
             batches.append(load_rollouts(path))
         else:
             batches.extend(read_jsonl(path, _ANY_NUMBER))
+    if not any(batch.response_mask.any() for batch in batches):
+        raise ValueError(f"{', '.join(map(str, paths))}: no response has a sampled token; give the records of a run")
     return RolloutBatch.concatenate(batches).with_sorted_support()
 
 
@@ -113,6 +130,12 @@ def _config_for(config: RunConfig, batch: RolloutBatch) -> RunConfig:
     largest = config.model.max_position_embeddings
     if length > largest:
         raise ConfigurationError(f"the records have {length} columns, the model has positions for {largest}")
+    largest_id = int(batch.tokens.max())
+    if largest_id >= config.model.padded_vocab_size:
+        raise ConfigurationError(
+            f"the records have token id {largest_id}, the model a vocabulary of {config.model.padded_vocab_size}: give "
+            "records of this model"
+        )
     return config.changed(
         compute={"bf16": False, "fp16": False},
         optimizer={"use_distributed_optimizer": False},

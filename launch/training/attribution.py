@@ -43,7 +43,6 @@ def attribute_batch(
     *,
     replay: RoutingReplay | None = None,
     nodes: int = 1,
-    signed: bool = False,
     check: bool = False,
 ) -> Attribution:
     """Attribute the differences log π_train - log π_rollout of a rollout batch; call it between two optimizer steps.
@@ -59,7 +58,6 @@ def attribute_batch(
         engine_weights: the engine's shards; see :func:`megatron_rc.attribution.attribute`.
         replay: experts that the routers take.
         nodes: forward and backward passes.
-        signed: attribute the sum of the differences, not of their squares.
         check: make one more forward-only pass with the engine's weights, for the completeness.
 
     Returns:
@@ -94,7 +92,6 @@ def attribute_batch(
             engine_weights,
             backward,
             differences_to(local.rollout_log_probs),
-            signed=signed,
             nodes=nodes,
             differences_of_weights=differences_of_weights if check else None,
             group=dist.group.WORLD,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_rc.attribution.names import place_of
+from megatron_rc.attribution.verdict import PREFIX
 
 K = TypeVar("K", bound=Hashable)
 
@@ -82,15 +83,15 @@ class Attribution:
         ordered = sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
         return [(name, self.share(part)) for name, part in ordered[:count]]
 
-    def metrics(self, prefix: str = "attribution/") -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return shares of ``measured``: explained, rest, ``layer_<i>`` and kinds; completeness if it is known."""
-        metrics = {f"{prefix}explained": self.explained, f"{prefix}rest": self.rest}
+        metrics = {f"{PREFIX}explained": self.explained, f"{PREFIX}rest": self.rest}
         if self.completeness is not None:
-            metrics[f"{prefix}completeness"] = self.completeness
+            metrics[f"{PREFIX}completeness"] = self.completeness
         for layer, part in self.by_layer().items():
-            metrics[f"{prefix}layer_{layer}"] = self.share(part)
+            metrics[f"{PREFIX}layer_{layer}"] = self.share(part)
         for kind, part in self.by_kind().items():
-            metrics[f"{prefix}{kind}"] = self.share(part)
+            metrics[f"{PREFIX}{kind}"] = self.share(part)
         return metrics
 
     def _summed(self, key_of: Callable[[str], K | None]) -> dict[K, float]:

@@ -20,6 +20,8 @@ def where_in_words(metrics: Mapping[str, float]) -> str | None:
     explained = metrics.get(f"{PREFIX}explained")
     if explained is None:
         return None
+    if explained == 0 and metrics.get(f"{PREFIX}rest") == 0:
+        return "there is no mismatch to explain: the log-probs of engine and trainer are equal, or no token counts"
     completeness = metrics.get(f"{PREFIX}completeness") or 1.0
     # Parts that are missing, or too much, as a share of the mismatch.
     missing = explained / completeness - explained

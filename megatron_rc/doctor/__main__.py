@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_rc.settings.levels import LEVELS
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the input, judge it, print the report. Returns the exit code."""
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rollout-is",
-        choices=("token", "sequence", "geometric", "turn", "turn_geometric", "prefix", "min_prefix", "none"),
+        choices=(*LEVELS, "none"),
         help="Level of the weights in exported metrics. Default: read from config.yaml, or from the metrics.",
     )
     args = parser.parse_args(argv)

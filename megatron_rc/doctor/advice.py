@@ -67,8 +67,8 @@ class Choice:
             "is_threshold": "rollout-is-threshold",
             "rs_threshold": "rollout-rs-threshold",
         }
-        words = [f"--{names[name]} {value}" for name, value in self.arguments.items()]
-        return " ".join([f"--rollout-correction-preset {self.preset}", *words])
+        bounds = [f"--{names[name]} {value}" for name, value in self.arguments.items()]
+        return " ".join([f"--rollout-correction-preset {self.preset}", *bounds])
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ def _token_bound(facts: Facts, names: Set[str]) -> float:
     For weights that vary too much it lies below the run's own bound, and is the smallest if that is not known.
     """
     top = facts["log_ratio_p99"]
-    wanted = 2.0 if math.isnan(top) else math.exp(min(top, 5.0))
-    bound = next((bound for bound in UPPER_BOUNDS if bound >= wanted), UPPER_BOUNDS[-1])
+    lowest = 2.0 if math.isnan(top) else math.exp(min(top, 5.0))
+    bound = next((bound for bound in UPPER_BOUNDS if bound >= lowest), UPPER_BOUNDS[-1])
     if "wide_weights" in names:
-        smaller = [other for other in UPPER_BOUNDS if other < facts["upper_bound"]]
+        smaller = [bound for bound in UPPER_BOUNDS if bound < facts["upper_bound"]]
         bound = min(bound, max(smaller, default=UPPER_BOUNDS[0]))
     return bound
 
@@ -163,9 +163,9 @@ def mean_log_ratios(sampled: Sampled) -> torch.Tensor | None:
 def candidates(choice: Choice) -> list[Choice]:
     """The chosen preset, then the usual others for comparison."""
     choices = [choice]
-    for other in (Choice(name, "") for name in _OTHERS):
-        if all(other.config() != known.config() for known in choices):
-            choices.append(other)
+    for usual in (Choice(name, "") for name in _OTHERS):
+        if all(usual.config() != earlier.config() for earlier in choices):
+            choices.append(usual)
     return choices
 
 

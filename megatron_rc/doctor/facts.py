@@ -25,6 +25,8 @@ def of_tokens(row: Mapping[str, float]) -> dict[str, float]:
     if not {"kl", "k3_kl"} <= row.keys():
         return {}
     mean = 1 + row["k3_kl"] - row["kl"]
+    if not math.isfinite(mean):
+        return {}
     if not row.get("chi2_token", -1.0) > -1:
         return {"ratio_mean": mean}
     # χ² - 2 E[ρ - 1] - E[ρ - 1]², so that a small variance is no difference of large numbers. Products,

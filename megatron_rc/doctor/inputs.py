@@ -88,23 +88,24 @@ def _read_folder(path: Path) -> Evidence:
     files = _of_one_step(batches[-1], batches)
     before = [file for file in batches if file not in files]
     sampled = _sampled(files)
-    place = "the last of its batches"
+    which = "the last of its batches"
     if sampled.old_log_probs is None and before:
         # A run that ended within this batch left it without the trainer's log-probs.
         earlier = _of_one_step(before[-1], before)
-        if (found := _sampled(earlier)).old_log_probs is not None:
+        sampled_earlier = _sampled(earlier)
+        if sampled_earlier.old_log_probs is not None:
             files = earlier
-            sampled = found
-            place = "the last of its batches that has log-probs of the trainer"
+            sampled = sampled_earlier
+            which = "the last of its batches that has log-probs of the trainer"
     match = _STEP.fullmatch(files[-1].name)
     name = files[-1].name if match is None else match[1]
-    return _of_batch(sampled, f"{path}, {name}, {place}", files[-1])
+    return _of_batch(sampled, f"{path}, {name}, {which}", files[-1])
 
 
 def _of_one_step(file: Path, batches: Sequence[Path]) -> list[Path]:
     """Files of all replicas of the step that ``file`` belongs to."""
     match = _STEP.fullmatch(file.name)
-    return [file] if match is None else [other for other in batches if other.name.startswith(f"{match[1]}-")]
+    return [file] if match is None else [batch for batch in batches if batch.name.startswith(f"{match[1]}-")]
 
 
 def _sampled(files: Sequence[Path]) -> Sampled:
@@ -113,10 +114,10 @@ def _sampled(files: Sequence[Path]) -> Sampled:
 
 def _read_file(path: Path) -> Evidence:
     if path.suffix in SUFFIXES:
-        found = read_tensor_record(path)
-        if isinstance(found, RolloutBatch):
-            return _of_batch(Sampled.of_batch(found), str(path), path)
-        return _of_batch(found, str(path))
+        record = read_tensor_record(path)
+        if isinstance(record, RolloutBatch):
+            return _of_batch(Sampled.of_batch(record), str(path), path)
+        return _of_batch(record, str(path))
     if path.match(EVENTS):
         return _of_rows(rows_of_events(path), path)
     if path.suffix in _UNREAD:
@@ -135,13 +136,15 @@ def _read_text(file: TextIO, path: Path) -> Evidence:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
     if first.lstrip()[0] not in "{[":
         return _of_rows(rows_of_csv(chain([first], file), path), path)
-    known = object_of(first)
+    first_object = object_of(first)
     lines = chain([first], file)
-    if known is not None and is_own(known):
+    if first_object is not None and is_own(first_object):
         return _of_own(filter(str.strip, lines), path)
     # A record; or, without an object in the first line, one JSON value over several lines, or a list.
-    whole = known is None or is_record(known)
-    objects = parse_json("".join(lines), path) if whole else parse_lines(lines, path)
+    if first_object is None or is_record(first_object):
+        objects: Iterable[dict[str, Any]] = parse_json("".join(lines), path)
+    else:
+        objects = parse_lines(lines, path)
     if isinstance(objects, list) and is_own(objects[0]):
         return _of_own(map(json.dumps, objects), path)
     if isinstance(objects, list) and is_record(objects[0]):
@@ -170,16 +173,17 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
     if match is not None and sampled.policy_versions is not None:
         behind = int(match[2]) - sampled.policy_versions[sampled.response_mask]
         facts["staleness_mean"] = float(behind.clamp(min=0).double().mean())
-    words = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
+    size = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
     remedy = f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.program]['record']})"
     notes = () if sampled.old_log_probs is not None else (remedy,)
-    return Evidence(f"{what}: {words}", facts, sampled, notes, sampled.program)
+    return Evidence(f"{what}: {size}", facts, sampled, notes, sampled.program)
 
 
 def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
     """Evidence of a run's metrics."""
     history, bad, names = own_rows(rows, path, prefix)
-    notes = (f"{bad} rows have a number that is NaN or infinite; their other numbers are left out",) if bad else ()
+    note = f"{bad} rows have a metric that is NaN or infinite; it is beyond its limit, if it has one"
+    notes = (note,) if bad else ()
     settings = (read_settings(path.parent) if path.name == METRICS_FILE else None) or None
     program = OWN if settings else program_of(map(str, names))
     facts = facts_of_series(history, settings)

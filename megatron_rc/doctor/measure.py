@@ -74,11 +74,11 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
     measured = result.metrics()
     shift = measure_shift(result.on_host.tokens)
     # No run has chosen these weights and their bounds.
-    found = {name: value for name, value in measured.items() if not name.startswith(("rollout_is_", "rollout_rs_"))}
-    found |= of_tokens(measured) | {"sequence_eff_sample_size": measured["rollout_is_raw_eff_sample_size"]}
+    facts = {name: value for name, value in measured.items() if not name.startswith(("rollout_is_", "rollout_rs_"))}
+    facts |= of_tokens(measured) | {"sequence_eff_sample_size": measured["rollout_is_raw_eff_sample_size"]}
     if shift.is_enough:
-        found |= {"shift_share": shift.share, "shift_lag": float(shift.lag)}
-    return found
+        facts |= {"shift_share": shift.share, "shift_lag": float(shift.lag)}
+    return facts
 
 
 def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:

@@ -40,12 +40,12 @@ def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
     """Our own record, or responses from another program's tensors by name; ValueError if the file is neither."""
     if path.suffix not in SUFFIXES:
         return load_rollouts(path)
-    own = None
+    problem_of_own_record = None
     if path.suffix == ".safetensors":
         try:
             return load_rollouts(path)
         except ValueError as problem:
-            own = problem
+            problem_of_own_record = problem
     try:
         if path.suffix in TORCH_SUFFIXES:
             objects = _objects_of_slime(read_torch_file(existing(path)))
@@ -53,10 +53,10 @@ def read_tensor_record(path: Path) -> RolloutBatch | Sampled:
                 return sampled_of_objects(objects, path)
         tensors = read_tensors(existing(path))
     except ValueError as problem:
-        raise own or problem from None
+        raise problem_of_own_record or problem from None
     if not is_record(tensors):
         names = ", ".join(sorted(tensors)[:5]) or "none"
-        raise own or ValueError(
+        raise problem_of_own_record or ValueError(
             f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give the tensors of a rollout batch by name"
         )
     return sampled_of_tensors(tensors, path)
@@ -84,8 +84,8 @@ def sampled_of_lines(path: Path) -> Sampled | None:
     try:
         with path.open(encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
-            known = object_of(first)
-            if known is not None and (is_own(known) or not is_record(known)):
+            first_object = object_of(first)
+            if first_object is not None and (is_own(first_object) or not is_record(first_object)):
                 return None
             text = first + file.read()
     except UnicodeDecodeError:
@@ -93,7 +93,7 @@ def sampled_of_lines(path: Path) -> Sampled | None:
     try:
         objects = parse_json(text, path)
     except ValueError:
-        if known is not None:
+        if first_object is not None:
             raise
         return None
     return sampled_of_objects(objects, path) if is_record(objects[0]) and not is_own(objects[0]) else None
@@ -113,15 +113,19 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
     pieces = [_piece(row, index, path) for index, row in enumerate(rows)]
     width = max(len(piece[0]) for piece in pieces)
     rollout = _padded([piece[0] for piece in pieces], width)
-    old = [piece[1] for piece in pieces]
     mask = _padded([piece[2] for piece in pieces], width) != 0
     if not mask.any():
         raise ValueError(f"{path}: no response has a sampled token")
-    known = [values for values in old if values is not None]
+    old = None
+    is_scored = torch.tensor([piece[1] is not None for piece in pieces])
+    if (mask & is_scored.unsqueeze(1)).any():
+        # Responses that the trainer did not score are left out, as tokens of our own records are.
+        mask &= is_scored.unsqueeze(1)
+        old = _padded([piece[1] or [] for piece in pieces], width)
     return Sampled(
         rollout_log_probs=rollout,
         response_mask=mask,
-        old_log_probs=_padded(known, width) if len(known) == len(old) else None,
+        old_log_probs=old,
         rewards=_numbers([_first(row, REWARD) for row in rows]),
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
         group_ids=_groups([_first(row, GROUP) for row in rows]),
@@ -138,7 +142,11 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
             raise ValueError(
                 f"{path}: {name} has shape {tuple(value.shape)}: expected [responses, tokens], equal for all"
             )
+        if value is not None and value.is_complex():
+            raise ValueError(f"{path}: {name} is {value.dtype}: expected real numbers")
     mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask != 0
+    if not mask.any():
+        raise ValueError(f"{path}: no response has a sampled token")
 
     def of_each(names: Sequence[str]) -> list[Any]:
         value = _first(tensors, names)
@@ -188,8 +196,8 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
     mask = [value or 0 for value in mask] if isinstance(mask, list) else mask
     for name, values in ((OLD[0], old), (MASK[0], mask)):
         if values is not None and (not isinstance(values, list) or len(values) != len(rollout)):
-            found = len(values) if isinstance(values, list) else type(values).__name__
-            raise ValueError(f"{path}: response {index} has {len(rollout)} {ROLLOUT[0]}, {name} has {found}")
+            length = len(values) if isinstance(values, list) else type(values).__name__
+            raise ValueError(f"{path}: response {index} has {len(rollout)} {ROLLOUT[0]}, {name} has {length}")
     if _first(row, SEQUENCE_MASK) == 0:
         mask = [0] * len(rollout)
     try:

@@ -111,21 +111,21 @@ def own_name(name: str) -> str | None:
     if match:
         return match[1]
     for names in NAMES_OF.values():
-        for theirs, ours in names.items():
-            if _ends_with(name, theirs):
-                return ours
+        for ending, fact in names.items():
+            if _ends_with(name, ending):
+                return fact
     return _WHOLE.get(name)
 
 
 def program_of(names: Iterable[str]) -> str:
     """The program that writes metrics of these names; this project if they do not tell."""
-    shown = [_without_run(name) for name in names]
-    for program, known in NAMES_OF.items():
-        if any(_ends_with(name, theirs) for name in shown for theirs in known):
+    metrics = [_without_run(name) for name in names]
+    for program, names_of_program in NAMES_OF.items():
+        if any(_ends_with(metric, ending) for metric in metrics for ending in names_of_program):
             return program
-    if any(name.startswith((*_OF_VERL, "mismatch/")) for name in shown):
+    if any(metric.startswith((*_OF_VERL, "mismatch/")) for metric in metrics):
         return "verl"
-    if any("mismatch_" in name for name in shown):
+    if any("mismatch_" in metric for metric in metrics):
         return "slime"
     return OWN
 
@@ -135,8 +135,8 @@ def _without_run(name: str) -> str:
     return name.rpartition(" - ")[2].strip()
 
 
-def _ends_with(name: str, theirs: str) -> bool:
-    return name == theirs or name.endswith(f"/{theirs}")
+def _ends_with(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f"/{ending}")
 
 
 # Names of each field of a record in verl, NeMo-RL, slime and prime-rl; the first one that exists is read.
@@ -159,7 +159,7 @@ _FIELDS_OF = {
 def program_of_record(fields: Iterable[str]) -> str:
     """The program that writes records with these fields; this project if they do not tell."""
     present = set(fields)
-    return next((program for program, theirs in _FIELDS_OF.items() if not theirs.isdisjoint(present)), OWN)
+    return next((program for program, names in _FIELDS_OF.items() if not names.isdisjoint(present)), OWN)
 
 
 # Names that advice uses, for each program; ``signal`` and ``scale`` are the same without names of flags.

@@ -78,8 +78,10 @@ def examine(evidence: Evidence) -> Report:
     sampled = evidence.sampled
     verdicts = judge(facts)
     choice = choose(facts, verdicts, sampled)
-    can_try = sampled is not None and sampled.old_log_probs is not None and choice is not None
-    effects = [effect(one, sampled) for one in candidates(choice)] if can_try and sampled and choice else []
+    effects = []
+    has_tokens = facts["num_tokens"] > 0
+    if choice is not None and sampled is not None and sampled.old_log_probs is not None and has_tokens:
+        effects = [effect(candidate, sampled) for candidate in candidates(choice)]
     return Report(evidence, verdicts, not_looked_at(facts), choice, effects)
 
 
@@ -124,7 +126,11 @@ def _distance(report: Report) -> list[str]:
     where = where_in_words(facts)
     if where is not None:
         lines.append(f"  {where}")
-    return lines if len(lines) > 1 else [*lines, "  not known: the log-probs of the trainer are missing"]
+    if len(lines) == 1:
+        has_unusable = facts["num_tokens"] == 0
+        reason = "no token has usable log-probs" if has_unusable else "the log-probs of the trainer are missing"
+        lines.append(f"  not known: {reason}")
+    return lines
 
 
 def _found(report: Report) -> list[str]:
@@ -147,15 +153,13 @@ def _proposed(report: Report) -> list[str]:
     lines = ["", "What to use", *(f"  {line}" for line in settings), f"  {report.choice.why}."]
     if report.effects:
         lines.append(f"  {'on this batch':<46}{'ESS':>7}{'mean w':>9}{'tokens rejected':>17}{'of reward -/0/+':>22}")
-    for one in report.effects:
-        by_sign = "/".join(
-            f"{one.rejected_by_reward[sign]:.0%}" if sign in one.rejected_by_reward else "-" for sign in REWARD_SIGNS
-        )
-        values = map(str, one.choice.arguments.values())
-        name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *values])
-        lines.append(
-            f"  {name:<46}{one.eff_sample_size:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}"
-        )
+    for tried in report.effects:
+        by_reward = tried.rejected_by_reward
+        by_sign = "/".join(f"{by_reward[sign]:.0%}" if sign in by_reward else "-" for sign in REWARD_SIGNS)
+        mark = "> " if tried.choice is report.choice else "  "
+        name = " ".join([mark, tried.choice.preset, *map(str, tried.choice.arguments.values())])
+        numbers = f"{tried.eff_sample_size:>7.3f}{tried.mean_weight:>9.3f}{tried.rejected_tokens:>17.1%}"
+        lines.append(f"  {name:<46}{numbers}{by_sign:>22}")
     return lines
 
 
@@ -191,9 +195,9 @@ def as_json(report: Report) -> dict[str, Any]:
             "why": report.choice.why,
         },
         "effects": [
-            {"preset": one.choice.preset, "arguments": one.choice.arguments}
-            | {name: value for name, value in vars(one).items() if name != "choice"}
-            for one in report.effects
+            {"preset": tried.choice.preset, "arguments": tried.choice.arguments}
+            | {name: value for name, value in vars(tried).items() if name != "choice"}
+            for tried in report.effects
         ],
         "facts": facts,
     }

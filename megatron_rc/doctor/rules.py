@@ -474,12 +474,12 @@ def judge(facts: Facts) -> list[Verdict]:
 
 def sentence(rule: Rule, facts: Facts) -> str:
     """The rule's sentence, without the clauses that have an unknown number."""
-    known = []
+    clauses = []
     for clause in rule.words.split("; "):
         names = [name for _, name, _, _ in Formatter().parse(clause) if name]
         if facts.has(*names):
-            known.append(clause)
-    return "; ".join(known).format_map(facts)
+            clauses.append(clause)
+    return "; ".join(clauses).format_map(facts)
 
 
 def not_looked_at(facts: Facts) -> list[Rule]:

@@ -126,24 +126,28 @@ class History:
 
 @dataclass(frozen=True)
 class _Course:
-    """One number over a run: the step at which each batch begins, and its mean over the batch's rows."""
+    """One number over a run, in the batches that have it.
 
-    steps: list[float]
-    values: list[float]
+    Batches are told apart by their index: a run that is resumed from an earlier checkpoint repeats steps.
+    """
+
+    batches: list[int]  # index of each batch in the run
+    steps: list[float]  # at which each batch begins
+    values: list[float]  # mean over each batch's rows
 
 
 def _courses(history: History, batches: Sequence[range]) -> dict[str, _Course]:
     """The course of each number; batches without it are left out."""
     courses = {}
     for name, column in history.columns.items():
-        steps: list[float] = []
-        values: list[float] = []
-        for batch in batches if name in history.known else ():
-            known = [column[row] for row in batch if not math.isnan(column[row])]
-            if known:
-                steps.append(history.steps[batch.start])
-                values.append(fmean(known))
-        courses[name] = _Course(steps, values)
+        course = _Course(batches=[], steps=[], values=[])
+        for index, batch in enumerate(batches if name in history.known else ()):
+            numbers = [column[row] for row in batch if not math.isnan(column[row])]
+            if numbers:
+                course.batches.append(index)
+                course.steps.append(history.steps[batch.start])
+                course.values.append(fmean(numbers))
+        courses[name] = course
     return courses
 
 
@@ -206,28 +210,28 @@ def _beyond(courses: Mapping[str, _Course]) -> dict[str, float]:
     number = max(len(courses[name].values) for name in LIMITS)
     if not number:
         return {}
-    steps: set[float] = set()
+    step_of_batch: dict[int, float] = {}  # for each batch beyond a limit
     facts: dict[str, float] = {}
-    newest = max(courses[name].steps[-1] for name in LIMITS if courses[name].steps)
     for name, limit in LIMITS.items():
         course = courses[name]
         if not course.values:
             continue
         sizes = list(map(abs, course.values))
         level = max(limit.limit, limit.jump * median(sizes))
-        over = [at for at, size in zip(course.steps, sizes, strict=True) if size > min(level, limit.gross)]
-        if over:
-            facts[f"beyond_{name}"] = max(sizes)
-        steps |= set(over)
-    recent = sorted({at for name in LIMITS for at in courses[name].steps})[-WINDOW:]
+        for batch, step, size in zip(course.batches, course.steps, sizes, strict=True):
+            if size > min(level, limit.gross):
+                step_of_batch[batch] = step
+                facts[f"beyond_{name}"] = max(sizes)
+    recent = sorted({batch for name in LIMITS for batch in courses[name].batches})[-WINDOW:]
     facts |= {
-        "beyond_count": float(len(steps)),
-        "beyond_share": len(steps) / number,
-        "beyond_recent": float(sum(at in steps for at in recent)),
-        "beyond_last": float(newest in steps),
+        "beyond_count": float(len(step_of_batch)),
+        "beyond_share": len(step_of_batch) / number,
+        "beyond_recent": float(sum(batch in step_of_batch for batch in recent)),
+        "beyond_last": float(recent[-1] in step_of_batch),
     }
-    if steps:
-        facts |= {"beyond_first_step": min(steps), "beyond_last_step": max(steps)}
+    if step_of_batch:
+        facts["beyond_first_step"] = step_of_batch[min(step_of_batch)]
+        facts["beyond_last_step"] = step_of_batch[max(step_of_batch)]
     return facts
 
 
@@ -257,21 +261,21 @@ def _trends(courses: Mapping[str, _Course]) -> dict[str, float]:
     stretches of the batches before. ``drift_since`` is the step from which k3 stays above twice its lowest level;
     ``reward_fall`` is in standard deviations of the reward's noise.
     """
-    known = {name: course.values for name, course in courses.items() if len(course.values) >= 3 * WINDOW}
-    now = {name: median(values[-WINDOW:]) for name, values in known.items()}
-    levels = {name: _levels(values[:-WINDOW]) for name, values in known.items()}
+    values_of = {name: course.values for name, course in courses.items() if len(course.values) >= 3 * WINDOW}
+    now = {name: median(values[-WINDOW:]) for name, values in values_of.items()}
+    levels = {name: _levels(values[:-WINDOW]) for name, values in values_of.items()}
     facts: dict[str, float] = {}
-    if "k3_kl" in known:
+    if "k3_kl" in values_of:
         low = max(min(levels["k3_kl"]), LEAST_K3)
         since = _since(courses["k3_kl"], BEGUN * low)
         facts |= {"k3_growth": now["k3_kl"] / low, "k3_low": low, "drift_since": since}
-    if "reward" in known:
+    if "reward" in values_of:
         best = max(levels["reward"])
-        facts |= {"reward_fall": (best - now["reward"]) / _noise(known["reward"]), "reward_best": best}
-    if "rollout_is_eff_sample_size" in known:
+        facts |= {"reward_fall": (best - now["reward"]) / _noise(values_of["reward"]), "reward_best": best}
+    if "rollout_is_eff_sample_size" in values_of:
         best = max(levels["rollout_is_eff_sample_size"])
         facts |= {"ess_fall": best - now["rollout_is_eff_sample_size"], "ess_best": best}
-    if "grad_norm" in known and min(levels["grad_norm"]) > 0:
+    if "grad_norm" in values_of and min(levels["grad_norm"]) > 0:
         facts["grad_norm_growth"] = now["grad_norm"] / min(levels["grad_norm"])
     return facts
 
@@ -283,15 +287,19 @@ def _signal(rewards: _Course, nonzero: _Course) -> dict[str, float]:
     ``WINDOW`` batches, and half of the run. ``reward_peak`` is the highest mean of as many batches in a row before it.
     Nothing for a run of less than six such batches.
     """
-    shares = dict(zip(nonzero.steps, nonzero.values, strict=True))
-    known = [(reward, shares[at]) for at, reward in zip(rewards.steps, rewards.values, strict=True) if at in shares]
-    width = min(WINDOW, len(known) // 2)
+    share_of_batch = dict(zip(nonzero.batches, nonzero.values, strict=True))
+    values = []
+    shares = []
+    for batch, reward in zip(rewards.batches, rewards.values, strict=True):
+        if batch in share_of_batch:
+            values.append(reward)
+            shares.append(share_of_batch[batch])
+    width = min(WINDOW, len(values) // 2)
     if width < _FEWEST:
         return {}
-    values = [reward for reward, _ in known]
     begins = range(len(values) - 2 * width + 1)
     return {
-        "silent_share": fmean(share == 0 for _, share in known[-width:]),
+        "silent_share": fmean(share == 0 for share in shares[-width:]),
         "reward_now": fmean(values[-width:]),
         "reward_peak": max(fmean(values[begin : begin + width]) for begin in begins),
     }

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.programs import STEP_NAMES, own_name
+from megatron_rc.doctor.programs import ROLLOUT, STEP_NAMES, own_name
 from megatron_rc.doctor.series import LIMITS, History
 
 Row = dict[str, float]
@@ -79,21 +79,26 @@ def rows_of_objects(objects: Iterable[Mapping[str, Any]], path: Path, prefix: st
     ``trainer_state.json`` of transformers), or has a list or an object of steps under each name. Only a file of one
     object may have such lists; in several they are numbers of tokens, and a ValueError.
     """
-    with_lists = 0
+    with_lists: set[str] = set()
     for number, value in enumerate(objects, start=1):
         if isinstance(value.get("log_history"), list):
             yield from _objects(value["log_history"], path)
             continue
         if isinstance(value.get("data"), dict):
             value = {**value, **value["data"]}
+        if not value.keys().isdisjoint(ROLLOUT):
+            raise ValueError(
+                f"{path}: object {number} has the engine's log-prob of a token beside or instead of metrics: give the "
+                "metrics alone, or one object for each response with its log-probs as lists"
+            )
         columns = {
             name: column
             for name, column in value.items()
             if isinstance(column, (list, dict)) and own_name(_unprefixed(name, prefix)) is not None
         }
-        with_lists += any(isinstance(column, list) for column in columns.values())
+        with_lists |= {name for name, column in columns.items() if isinstance(column, list)}
         if with_lists and (number > 1 or any(isinstance(value.get(name), list) for name in _OF_TOKENS)):
-            names = ", ".join(sorted(columns))
+            names = ", ".join(sorted(with_lists))
             raise ValueError(
                 f"{path}: {names} has a number for each token: this is a record of responses without the log-probs of "
                 "both policies, and no history of a run"
@@ -156,28 +161,25 @@ def rows_of_events(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
-    """Metrics of a run under our names, the number of rows with NaN or infinity, and the file's names.
+    """Metrics of a run under our names, the number of rows with a NaN or infinite one, and the file's names.
 
-    Of a row with NaN or infinity only the numbers with a limit are kept, which are then infinite: beyond it.
-    ``prefix`` is the run's own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of
-    the two policies, or none has numbers.
+    NaN and infinity count as infinite, beyond the limit, for a metric with a limit; else they are left out. A reward or
+    a gradient norm that is NaN says nothing about the two policies, and its row is not counted. ``prefix`` is the run's
+    own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of the two policies, or
+    all have a NaN or infinite one.
     """
     history = History()
     bad = 0
     names: set[Any] = set()
     for row in rows:
         names |= row.keys()
-        own = own_row(row, prefix)
-        if not own.keys() - _OF_ANY_RUN:
+        metrics = own_row(row, prefix)
+        if not metrics.keys() - _OF_ANY_RUN:
             continue
-        if not all(map(math.isfinite, own.values())):
-            bad += 1
-            own = {
-                name: value if math.isfinite(value) else math.inf
-                for name, value in own.items()
-                if name == "step" or (name in LIMITS and not math.isfinite(value))
-            }
-        history.add(own)
+        unusable = {name for name, value in metrics.items() if not math.isfinite(value)}
+        bad += not unusable <= _OF_ANY_RUN
+        beyond = dict.fromkeys(unusable & LIMITS.keys(), math.inf)
+        history.add({name: value for name, value in metrics.items() if name not in unusable} | beyond)
     if history.num_rows > bad:
         return history, bad, names
     if bad:
@@ -209,21 +211,21 @@ def own_row(row: Mapping[str, Any], prefix: str) -> Row:
 
     ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's.
     """
-    own: Row = {}
+    metrics: Row = {}
     if row.get("training/rollout_probs_diff_valid") in (0, 0.0, "0"):
         row = {name: value for name, value in row.items() if "rollout_probs_diff" not in name}
     for name, value in row.items():
         if name is None or isinstance(value, (list, dict)):
             continue
-        known = "step" if name in STEP_NAMES else own_name(_unprefixed(name, prefix))
-        is_share = "fraction" in name
+        metric = "step" if name in STEP_NAMES else own_name(_unprefixed(name, prefix))
         number = _number(value)
-        if known is None or number is None:
+        if metric is None or number is None:
             continue
-        if is_share and known in own:
-            number = min(own[known] + number, 1.0)
-        own[known] = number
-    return own
+        is_share = "fraction" in name
+        if is_share and metric in metrics:
+            number = min(metrics[metric] + number, 1.0)
+        metrics[metric] = number
+    return metrics
 
 
 def _unprefixed(name: str, prefix: str) -> str:

@@ -18,9 +18,9 @@ from megatron_rc.replay.report import as_dict, as_text
 from megatron_rc.replay.tokens import Recorded, recorded
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 after one sentence on standard error."""
-    args = _parser().parse_args(words)
+    args = _parser().parse_args(argv)
     try:
         data, outcomes = _replay(args)
         text = as_text(data, outcomes)
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON "
         "lines (.jsonl), tensors by name (.safetensors, .pt, .npz).",
     )
-    for flag, metavar, words in (
+    for flag, metavar, text in (
         ("--preset", "NAME", "Preset to compare; repeatable. Default: the doctor's proposal, and the usual others."),
         ("--correction", "FILE", "YAML file of settings to compare; repeatable."),
         (
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
             "Try every compared correction with each value, for example rollout_is_threshold=1.5,2,5; repeatable.",
         ),
     ):
-        parser.add_argument(flag, action="append", default=[], metavar=metavar, help=words)
+        parser.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
     parser.add_argument(
         "--vocab-size",
         type=int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,8 @@ def suggested(batches: Sequence[RolloutBatch]) -> dict[str, RolloutCorrectionCon
     sampled = Sampled.of_batch(together)
     facts = facts_of_batch(sampled)
     choice = choose(facts, judge(facts), sampled)
-    found = [] if choice is None else doctors_candidates(choice)
-    return {" ".join([one.preset, *map(str, one.arguments.values())]): one.config() for one in found}
+    choices = [] if choice is None else doctors_candidates(choice)
+    return {" ".join([tried.preset, *map(str, tried.arguments.values())]): tried.config() for tried in choices}
 
 
 def with_grid(
@@ -54,21 +55,23 @@ def with_grid(
 
     ValueError if there are too many, or a value is unknown.
     """
-    axes = [_axis(one) for one in grid]
+    axes = [_axis(text) for text in grid]
     names = [name for name, _ in axes]
     if len(set(names)) < len(names):
         raise ValueError(f"--grid has a field twice ({', '.join(names)}): give all its values at once")
-    found = {}
+    # Counted first: making a billion of them would take hours.
+    number = len(bases) * math.prod(len(values) for _, values in axes)
+    if number > MOST:
+        raise ValueError(
+            f"{number} corrections are too many, at most {MOST} can be compared: give fewer values to --grid"
+        )
+    configs = {}
     for name, base in bases.items():
         for values in itertools.product(*(values for _, values in axes)):
-            given = dict(zip(names, values, strict=True))
-            words = " ".join(f"{field}={_shown(value)}" for field, value in given.items())
-            found[f"{name} {words}".strip()] = _changed(base, given, name, words)
-    if len(found) > MOST:
-        raise ValueError(
-            f"{len(found)} corrections are too many, at most {MOST} can be compared: give fewer values to --grid"
-        )
-    return found
+            changes = dict(zip(names, values, strict=True))
+            suffix = " ".join(f"{field}={_shown(value)}" for field, value in changes.items())
+            configs[f"{name} {suffix}".strip()] = _changed(base, changes, name, suffix)
+    return configs
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -76,15 +79,15 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     one_of("--grid", name, tuple(DEFAULTS))
     if not equals or not all(values.split(",")):
         raise ValueError(f"--grid {text}: expected field=value,value,... for example rollout_is_threshold=1.5,2,5")
-    return name, [value_of(one) for one in values.split(",")]
+    return name, [value_of(value) for value in values.split(",")]
 
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _changed(base: RolloutCorrectionConfig, given: dict[str, Any], name: str, words: str) -> RolloutCorrectionConfig:
+def _changed(base: RolloutCorrectionConfig, changes: dict[str, Any], name: str, suffix: str) -> RolloutCorrectionConfig:
     try:
-        return RolloutCorrectionConfig(**overridden(base.to_dict(), given))
+        return RolloutCorrectionConfig(**overridden(base.to_dict(), changes))
     except (TypeError, ValueError) as problem:
-        raise ValueError(f"--grid {words} over {name}: {problem}") from None
+        raise ValueError(f"--grid {suffix} over {name}: {problem}") from None

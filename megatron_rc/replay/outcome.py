@@ -120,25 +120,25 @@ def _listed(values: Tensor | list[Tensor] | None) -> list[Tensor]:
 
 def _buckets(lengths: Tensor, accepted: Tensor, keys: Tensor, label: Callable[[int], str]) -> list[Bucket]:
     """Counts for each value of a key, all [n]; sequences without a token count nowhere."""
-    held = lengths > 0
-    known, bucket = keys[held].unique(return_inverse=True)
-    columns = (held.long(), lengths, (accepted == 0).long(), lengths - accepted)
-    sums = [torch.zeros_like(known).index_add_(0, bucket, column[held]).tolist() for column in columns]
-    return [Bucket(label(key), *counts) for key, *counts in zip(known.tolist(), *sums, strict=True)]
+    has_tokens = lengths > 0
+    distinct_keys, bucket = keys[has_tokens].unique(return_inverse=True)
+    columns = (has_tokens.long(), lengths, (accepted == 0).long(), lengths - accepted)
+    sums = [torch.zeros_like(distinct_keys).index_add_(0, bucket, column[has_tokens]).tolist() for column in columns]
+    return [Bucket(label(key), *counts) for key, *counts in zip(distinct_keys.tolist(), *sums, strict=True)]
 
 
 def _by_turn(data: Recorded, masks: Sequence[Tensor]) -> list[Bucket]:
     """Counts for each turn, the last one with all later turns."""
     turns = [torch.where(part.mask, part.records.turn_ids, -1).clamp(max=MOST_TURNS - 1) for part in data.parts]
-    found = []
+    buckets = []
     for turn in range(1 + max(int(ids.max()) for ids in turns)):
-        here = [ids == turn for ids in turns]
-        tokens = torch.cat([held.sum(dim=1) for held in here])
-        kept = torch.cat([(held & mask).sum(dim=1) for held, mask in zip(here, masks, strict=True)])
-        counts = (tokens > 0, tokens, (tokens > 0) & (kept == 0), tokens - kept)
-        label = f"turn {turn + 1}" + " and later" * (turn == MOST_TURNS - 1)
-        found.append(Bucket(label, *(int(count.sum()) for count in counts)))
-    return found
+        in_turn = [ids == turn for ids in turns]
+        tokens = torch.cat([part.sum(dim=1) for part in in_turn])
+        accepted = torch.cat([(part & mask).sum(dim=1) for part, mask in zip(in_turn, masks, strict=True)])
+        counts = (tokens > 0, tokens, (tokens > 0) & (accepted == 0), tokens - accepted)
+        label = f"turn {turn + 1}" + (" and later" if turn == MOST_TURNS - 1 else "")
+        buckets.append(Bucket(label, *(int(count.sum()) for count in counts)))
+    return buckets
 
 
 def _power(lengths: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def charts_of(data: Recorded, outcomes: Sequence[Outcome]) -> list[Chart]:
     sequences = _draw_sequences(data, generator)
     num_sequences = int((data.lengths > 0).sum())
     num_points = min(NUM_POINTS, len(tokens.log_ratio))
-    words = f"{num_points} points, and a line and a band of {len(tokens.log_ratio)} tokens: median, 5 % to 95 %."
+    description = f"{num_points} points, and a line and a band of {len(tokens.log_ratio)} tokens: median, 5 % to 95 %."
     return [
         Chart(
             "Weights of accepted tokens",
@@ -60,12 +60,12 @@ def charts_of(data: Recorded, outcomes: Sequence[Outcome]) -> list[Chart]:
         ),
         Chart(
             "Ratio against position",
-            f"ρ = π_old / π_rollout of single tokens. {words}",
+            f"ρ = π_old / π_rollout of single tokens. {description}",
             partial(_draw_over_position, tokens=tokens),
         ),
         Chart(
             "Ratio against probability",
-            f"ρ of single tokens against the probability that the engine gave them. {words}",
+            f"ρ of single tokens against the probability that the engine gave them. {description}",
             partial(_draw_over_probability, tokens=tokens),
         ),
         *(
@@ -158,9 +158,9 @@ def _draw_tokens_over(axes: Any, tokens: _Tokens, across: Tensor) -> None:
     shown = slice(0, NUM_POINTS)
     axes.plot(across[shown], tokens.log_ratio[shown], ".", markersize=3, alpha=0.4)
     middle, low, median, high = _bands(across.log(), tokens.log_ratio)
-    places = [math.exp(place) for place in middle]
-    axes.fill_between(places, low, high, color="gray", alpha=0.3, linewidth=0)
-    axes.plot(places, median, color="black", linewidth=1.2)
+    middles = [math.exp(log_middle) for log_middle in middle]
+    axes.fill_between(middles, low, high, color="gray", alpha=0.3, linewidth=0)
+    axes.plot(middles, median, color="black", linewidth=1.2)
 
 
 def _draw_sequences_of(axes: Any, data: Recorded, rows: Tensor, outcome: Outcome) -> None:

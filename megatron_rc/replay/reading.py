@@ -63,8 +63,8 @@ def _read(path: Path) -> Iterator[NamedBatch]:
     """Read our own record, or another program's lines or tensors."""
     batches: Iterable[RolloutBatch | Sampled]
     if path.suffix in (".jsonl", ".json"):
-        other = sampled_of_lines(existing(path))
-        batches = read_jsonl(path, _LINES) if other is None else [other]
+        sampled = sampled_of_lines(existing(path))
+        batches = read_jsonl(path, _LINES) if sampled is None else [sampled]
     else:
         batches = [read_tensor_record(path)]
     match = _STEP.search(path.name)

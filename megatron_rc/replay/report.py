@@ -44,9 +44,9 @@ def as_text(data: Recorded, outcomes: Sequence[Outcome]) -> str:
     lines = [f"{number} sequences, {int(data.lengths.sum())} sampled tokens, {len(data.parts)} batches"]
     if data.unscored:
         lines.append(f"{data.unscored} more tokens without a log-prob of the trainer count nowhere")
-    lines += ["", *_table(("correction", *_SUMMARY), [(found.name, *_summary(found)) for found in outcomes])]
-    for word, name in _GROUPS:
-        lines += ["", f"rejected tokens (sequences) by {word}", *_breakdown(outcomes, name)]
+    lines += ["", *_table(("correction", *_SUMMARY), [(outcome.name, *_summary(outcome)) for outcome in outcomes])]
+    for key, name in _GROUPS:
+        lines += ["", f"rejected tokens (sequences) by {key}", *_breakdown(outcomes, name)]
     return "\n".join(lines) + "\n"
 
 
@@ -71,22 +71,23 @@ def _summary(outcome: Outcome) -> tuple[str, ...]:
 def _breakdown(outcomes: Sequence[Outcome], name: str) -> list[str]:
     """Rows of one breakdown; its buckets are the same for all corrections."""
 
-    def of(found: Outcome) -> list[Bucket]:
-        return list(getattr(found, name))
+    def buckets_of(outcome: Outcome) -> list[Bucket]:
+        return list(getattr(outcome, name))
 
-    header = ("", *(bucket.label for bucket in of(outcomes[0])))
-    counts = ("tokens (sequences)", *(f"{one.tokens} ({one.sequences})" for one in of(outcomes[0])))
-    rows = []
-    for found in outcomes:
-        shares = ((_share(one.rejected_tokens, one.tokens), one) for one in of(found))
-        rows.append(
-            (found.name, *(f"{share} ({_share(one.rejected_sequences, one.sequences)})" for share, one in shares))
-        )
-    return _table(header, [counts, *rows])
+    first = buckets_of(outcomes[0])
+    header = ("", *(bucket.label for bucket in first))
+    rows = [("tokens (sequences)", *(f"{bucket.tokens} ({bucket.sequences})" for bucket in first))]
+    for outcome in outcomes:
+        cells = []
+        for bucket in buckets_of(outcome):
+            tokens = _share(bucket.rejected_tokens, bucket.tokens)
+            cells.append(f"{tokens} ({_share(bucket.rejected_sequences, bucket.sequences)})")
+        rows.append((outcome.name, *cells))
+    return _table(header, rows)
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.2%}"
+def _share(part: int, total: int) -> str:
+    return f"{part / max(total, 1):.2%}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -123,7 +123,7 @@ def _numbered(group_ids: Sequence[Tensor]) -> Tensor:
     numbers = []
     first = 0
     for ids in group_ids:
-        known, own = ids.unique(return_inverse=True)
-        numbers.append(own + first)
-        first += len(known)
+        distinct, index = ids.unique(return_inverse=True)
+        numbers.append(index + first)
+        first += len(distinct)
     return torch.cat(numbers)

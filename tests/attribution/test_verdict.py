@@ -51,6 +51,11 @@ def test_the_parts_of_a_cancelled_sum_may_miss_its_completeness():
     assert "do not explain" in where_in_words(metrics_of({0: 0.01}, explained=0.01, of_weights=0.03))
 
 
+def test_equal_log_probs_blame_neither_weights_nor_kernels():
+    metrics = Attribution({"model.embed_tokens.weight": 0.0}, measured=0.0, of_weights=0.0).metrics()
+    assert "no mismatch to explain" in where_in_words(metrics)
+
+
 def test_without_an_attribution_there_is_no_sentence():
     assert where_in_words({"step": 3.0, "rollout_corr/k3_kl": 0.1}) is None
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import json
+import math
 import os
 import tracemalloc
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.rules import judge
 from megatron_rc.records import tensor_files
+from megatron_rc.replay.__main__ import main as replay
 from tests.support.exported_runs import exported
 from tests.support.made_faults import made
 from tests.support.made_rollouts import made_batch
@@ -119,6 +121,42 @@ def test_other_programs_records(tmp_path):
         names_of(tmp_path / "verl.safetensors")
 
 
+def test_responses_that_the_trainer_did_not_score_are_left_out(tmp_path):
+    batch = made("temperature 1.4", 5)
+    counts = batch["response_mask"].sum(dim=1).tolist()
+    lines = [
+        {name: batch[name][row, :count].tolist() for name in ("rollout_log_probs", "old_log_probs")}
+        for row, count in enumerate(counts)
+    ]
+    del lines[0]["old_log_probs"]
+    evidence = read_evidence(write_lines(tmp_path / "m.jsonl", lines))
+    assert evidence.facts["num_tokens"] == sum(counts[1:])
+    assert not evidence.notes
+    assert [verdict.rule.name for verdict in judge(evidence.facts)] == ["temperature"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [((3, 0), np.float64, "no response has a sampled token"), ((3, 5), np.complex128, "expected real numbers")],
+)
+@pytest.mark.parametrize("command", [main, replay])
+def test_arrays_that_hold_no_log_probs_are_one_sentence(tmp_path, capsys, command, shape, dtype, words):
+    log_probs = -np.ones(shape, dtype)
+    np.savez(tmp_path / "b.npz", rollout_log_probs=log_probs, old_log_probs=log_probs)
+    assert command([str(tmp_path / "b.npz")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_correction_is_tried_on_a_batch_without_a_usable_token(tmp_path, capsys):
+    """Probabilities in place of log-probs."""
+    line = {"rollout_log_probs": [0.5] * 20, "old_log_probs": [0.6] * 20}
+    assert main([str(write_lines(tmp_path / "m.jsonl", [line] * 4))]) == 1
+    text = capsys.readouterr().out
+    assert "(unusable)" in text
+    assert "no token has usable log-probs" in text
+    assert "on this batch" not in text
+
+
 def test_a_runs_folder(tmp_path):
     row = metrics_of(None)
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "eval/reward": 0.5}, {"step": 1, **row}, {"step": 2, **row}])
@@ -207,12 +245,24 @@ def test_a_pipe_is_read_once():
         assert ": 9 steps" in read_evidence(Path(f"/dev/fd/{reader}")).what
 
 
-def test_rows_with_nan_are_left_out_and_told(tmp_path):
+def test_metrics_with_nan_are_told_and_beyond_their_limits(tmp_path):
     row = metrics_of(None)
     write_lines(tmp_path / "m.jsonl", [row, row | {"rollout_corr/kl": float("nan")}, row])
-    assert read_evidence(tmp_path / "m.jsonl").notes == (
-        "1 rows have a number that is NaN or infinite; their other numbers are left out",
-    )
+    evidence = read_evidence(tmp_path / "m.jsonl")
+    (note,) = evidence.notes
+    assert note.startswith("1 rows have a metric that is NaN or infinite")
+    assert evidence.facts["beyond_kl"] == math.inf
+    assert evidence.facts["beyond_count"] == 1
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "reward/mean", "rollout_corr/chi2_seq"])
+def test_a_number_that_is_nan_hides_no_other(tmp_path, name):
+    """A k3 of 0.5 in all batches but the last, beside a skipped step's gradient norm or an overflow."""
+    far = {"rollout_corr/k3_kl": 0.5, "rollout_corr/kl": 0.5, name: math.nan}
+    near = {"rollout_corr/k3_kl": 5e-4, "rollout_corr/kl": 5e-4, name: 1.0}
+    write_lines(tmp_path / "m.jsonl", [{"step": step, **(far if step < 50 else near)} for step in range(1, 51)])
+    assert read_evidence(tmp_path / "m.jsonl").facts["k3_kl"] == 0.5
+    assert main([str(tmp_path / "m.jsonl")]) == 1
 
 
 BAD = {
@@ -230,6 +280,14 @@ BAD = {
     "cut.jsonl": ('{"rollout_corr/k', "line 1 "),
     "no_mask.jsonl": ('{"rollout_log_probs": [-1.0], "response_mask": [0]}', "no response has a sampled token"),
     "short.jsonl": ('{"rollout_log_probs": [-1.0, -2.0], "old_log_probs": [-1.0]}', "old_log_probs has 1"),
+    "one_token.json": (
+        '[{"inference_logprobs": -1.0, "trainer_logprobs": -11.0, "mismatch_kl": 0.0}]',
+        "its log-probs as lists",
+    ),
+    "list_first.jsonl": (
+        '{"rollout_corr/k3_kl": [1, 2]}\n{"step": 2, "rollout_corr/k3_kl": 1}\n',
+        "rollout_corr/k3_kl has a number for each token",
+    ),
     "lacking.jsonl": ('{"rollout_log_probs": [-1.0]}\n{"reward": 1}\n', "response 1 has no rollout_log_probs"),
     "own.jsonl": ('{"schema_version": 1, "tokens": [1]}', "line 1: fields unknown or missing"),
     "batch.pkl": ("PK", "pickled ones can run code"),

@@ -289,6 +289,20 @@ def test_a_limit_that_is_passed_at_the_end(tmp_path, values, code):
         assert "400" in note
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        ([5e-4] * 94 + [0.5] * 6, [5e-4] * 30, 0),  # the resumed run is sound
+        ([5e-4] * 100, [5e-4] * 6 + [0.5, 5e-4, 0.5, 5e-4], 1),
+    ],
+)
+def test_a_resumed_run_that_repeats_steps_is_judged_by_its_last_batches(tmp_path, before, after, code):
+    rows = [*k3_of(before), *(row | {"step": row["step"] + 50} for row in k3_of(after))]
+    report = report_of(write_lines(tmp_path / "m.jsonl", rows))
+    assert report["exit_code"] == code
+    assert [verdict["name"] for verdict in report["verdicts"]] == ["jump"] * code
+
+
 def test_the_rows_of_one_batch_are_one_value(tmp_path):
     """A single batch of four optimizer steps is a single batch, not four of the last ten."""
     rows = [

@@ -157,9 +157,20 @@ def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
         (["--load=run", "--engine-weights=run/iter_0000004", "records.jsonl"], 2, "iter_0000004"),
         (["--load=run", "--ckpt-step=4", "--rollout-dtype=int8", "records.jsonl"], 1, "4"),
         (["--load=run", "--rollout-dtype=int8", "none.jsonl"], 1, "none.jsonl"),
+        (["--load=run", "--rollout-dtype=int8", "empty.jsonl"], 1, "empty.jsonl"),
+        (["--load=run", "--rollout-dtype=int8", "no-response.safetensors"], 1, "no-response.safetensors"),
+        (["--load=run", "--rollout-dtype=int8", "other-model.safetensors"], 2, "token id 99999"),
+        (["--load=run", "--rollout-dtype=int8", "--picture=gone/a.png", "records.jsonl"], 2, "the folder gone"),
+        (["--load=run", "--rollout-dtype=int8", "--picture=a.html", "records.jsonl"], 2, "--picture a.html"),
     ],
 )
 def test_wrong_words_are_told(home, monkeypatch, capsys, words, code, named):
-    monkeypatch.chdir(home[0])
+    folder, batch = home
+    monkeypatch.chdir(folder)
+    (folder / "empty.jsonl").touch()
+    without_response = dataclasses.replace(batch, response_mask=torch.zeros_like(batch.response_mask))
+    save_rollouts(without_response, folder / "no-response.safetensors")
+    of_other_model = dataclasses.replace(batch, tokens=torch.full_like(batch.tokens, 99999))
+    save_rollouts(of_other_model, folder / "other-model.safetensors")
     assert code_of(command.main, *words) == code
     assert named in capsys.readouterr().err

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         save_rollouts(example(False), path)
     assert identical(load_rollouts(path), example())
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_safetensors_its_name_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)  # its import raises ModuleNotFoundError
+    (tmp_path / "old").touch()
+    for call in (lambda: save_rollouts(example(), tmp_path / "file"), lambda: load_rollouts(tmp_path / "old")):
+        with pytest.raises(ImportError, match="pip install safetensors"):
+            call()

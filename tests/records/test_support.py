@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.records.formats.jsonl import from_json_lines, to_json_lines
 from megatron_rc.records.formats.slime import from_slime, to_slime
-from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 from megatron_rc.records.support import sorted_support, support_of, take_support
 from tests.support.records import HALF, example, identical
 
@@ -196,3 +197,13 @@ def test_log_probs_of_zero_are_right_if_one_token_was_kept():
     two = dataclasses.replace(batch, support_ids=sampled_ids.repeat_interleave(2), support_counts=2 * mask.int())
     with pytest.raises(ValueError, match=r"all rollout log-probs of sample 7 are 0\.0, at 21 sampled tokens"):
         two.validate()
+
+
+def test_older_records_have_no_min_p():
+    older = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed"}
+    assert SamplingParams.from_dict(older) == HALF
+
+
+def test_the_doctor_takes_log_probs_over_kept_tokens_for_untruncated():
+    """The trainer's log-probs are over the same tokens, so top_p 0.8 is no fault."""
+    assert Sampled.of_batch(with_support(example())).sampling == HALF

@@ -17,7 +17,7 @@ from megatron_rc.records.formats.jsonl import write_jsonl
 from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from megatron_rc.replay.__main__ import main
 from megatron_rc.replay.outcome import outcome
-from megatron_rc.replay.reading import NamedBatch
+from megatron_rc.replay.reading import NamedBatch, read_batches
 from megatron_rc.replay.tokens import recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.replay.batches import scored_batch
@@ -408,6 +408,12 @@ def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
     found = {}
     for file in sorted(tmp_path.iterdir()):
         assert read_evidence(file).facts["num_tokens"] == int(batch.response_mask.sum())
+        data = recorded(read_batches([str(file)]))
+        # The others do not say which prompt a response is of: each response then has a prompt of its own.
+        names_prompts = file.name not in ("a.pt", "c.safetensors")
+        assert (int(data.group_ids.max()) < len(uid) - 1) == names_prompts
+        records = data.parts[0].records
+        assert records.tokens[records.response_mask].equal(batch.tokens[batch.response_mask])
         assert main([str(file), "--json", "--preset=decoupled_token_is"]) == 0
         found[file.name] = json.loads(capsys.readouterr().out)
     own = found.pop("own.safetensors")

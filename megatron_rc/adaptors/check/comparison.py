@@ -85,11 +85,15 @@ class Comparison:
 
 def report(host: str, comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> tuple[str, int]:
     """(text, exit status): 0 if everything fits, 1 if something differs."""
-    wrong = sum(not one.fits for one in comparisons)
+    wrong = sum(not comparison.fits for comparison in comparisons)
     verdict = f"{host} and megatron_rc agree in all {len(comparisons)} results"
     if left_out:
         verdict = f"{host} and megatron_rc agree in the {len(comparisons)} results that were compared; not all were"
     if wrong:
         verdict = f"{wrong} of {len(comparisons)} results of {host} differ"
-    lines = [*(one.line() for one in comparisons), *(f"left out {reason}" for reason in left_out), verdict]
+    lines = [
+        *(comparison.line() for comparison in comparisons),
+        *(f"left out {reason}" for reason in left_out),
+        verdict,
+    ]
     return "\n".join(lines) + "\n", int(wrong > 0)

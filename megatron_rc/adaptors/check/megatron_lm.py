@@ -65,7 +65,7 @@ def _log_probs_of_shard(seed: int, size: int) -> list[Found]:
     labels = torch.randint(0, VOCABULARY, (TOKENS, 1), generator=generator)
     factors = torch.randn(TOKENS, 1, generator=generator)
     group = parallel_state.get_tensor_model_parallel_group()
-    found = []
+    results = []
     for log_probs in (
         lambda shard: vocab_parallel_log_probs(shard, labels, group),
         lambda shard: -vocab_parallel_cross_entropy(shard * 1, labels),  # Megatron's writes into float32 logits
@@ -73,9 +73,9 @@ def _log_probs_of_shard(seed: int, size: int) -> list[Found]:
         leaf = logits.chunk(size, -1)[rank].clone().requires_grad_()
         values = log_probs(leaf)
         (gradient,) = torch.autograd.grad((values * factors).sum(), leaf)
-        found.append((values.flatten().tolist(), gradient.flatten(0, 1).tolist()))
+        results.append((values.flatten().tolist(), gradient.flatten(0, 1).tolist()))
     parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def _losses(batch: Batch) -> Iterator[Comparison]:
@@ -102,5 +102,6 @@ def _losses(batch: Batch) -> Iterator[Comparison]:
     )
     theirs = torch.where(batch.mask, theirs, 0)
     yield Comparison.of("GRPO loss of each token, truncated weights", ours, theirs)
-    got, want = (torch.autograd.grad(one.sum(), leaf)[0] for one, leaf in zip((ours, theirs), leaves, strict=True))
-    yield Comparison.of("gradient of the GRPO loss, truncated weights", got, want)
+    (our_gradient,) = torch.autograd.grad(ours.sum(), leaves[0])
+    (their_gradient,) = torch.autograd.grad(theirs.sum(), leaves[1])
+    yield Comparison.of("gradient of the GRPO loss, truncated weights", our_gradient, their_gradient)

@@ -31,14 +31,15 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     batch = Batch.random(seed)
     plain = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.2, "ratio_clip_max": 0.3, "ratio_clip_c": 3.0}
     for name, settings in SETTINGS.items():
-        given = {"use_importance_sampling_correction": True, **settings}
-        config = RolloutCorrectionConfig.from_dict(given, dialect="nemo-rl")
-        theirs = ClippedPGLossFn(ClippedPGLossConfig(**plain, **given))
+        correction = {"use_importance_sampling_correction": True, **settings}
+        config = RolloutCorrectionConfig.from_dict(correction, dialect="nemo-rl")
+        theirs = ClippedPGLossFn(ClippedPGLossConfig(**plain, **correction))
         ours = CorrectedLoss(ClippedPGLossFn(ClippedPGLossConfig(**plain)), config)
-        wanted = _loss(theirs, batch, LAYOUTS["whole batch"])
+        their_loss, their_gradient = _loss(theirs, batch, LAYOUTS["whole batch"])
         for layout, parts in LAYOUTS.items():
-            for result, got, want in zip(("loss", "gradient"), _loss(ours, batch, parts), wanted, strict=True):
-                yield Comparison.of(f"{name}, {result}, {layout}", got, want)
+            our_loss, our_gradient = _loss(ours, batch, parts)
+            yield Comparison.of(f"{name}, loss, {layout}", our_loss, their_loss)
+            yield Comparison.of(f"{name}, gradient, {layout}", our_gradient, their_gradient)
 
 
 def _loss(function: Any, batch: Batch, parts: list[slice]) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,8 @@ def on_ranks(function: Callable[..., Any], *args: Any, modules: Sequence[str] = 
     # The ranks are forks of one process that has loaded torch and Megatron, which takes seconds a process.
     context.set_forkserver_preload([function.__module__, *modules])
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, mp_context=context) as pool:
-        given = (f"file://{folder}/store", function, args)
-        results = [pool.submit(_run, rank, *given) for rank in range(RANKS)]
+        store = f"file://{folder}/store"
+        results = [pool.submit(_run, rank, store, function, args) for rank in range(RANKS)]
         return [result.result(SECONDS) for result in results]
 
 
@@ -49,18 +49,18 @@ def _run(rank: int, store: str, function: Callable[..., Any], args: tuple[Any, .
 
 def joined(places: Tensor, values: Tensor, number: int) -> list[float]:
     """The values of all ranks, each at one of ``number`` places, which no other rank has."""
-    whole = torch.zeros(number).index_put((places.flatten(),), values.flatten().float())
-    return list(all_reduce_sum(whole, dist.group.WORLD).tolist())
+    local = torch.zeros(number).index_put((places.flatten(),), values.flatten().float())
+    return list(all_reduce_sum(local, dist.group.WORLD).tolist())
 
 
 def corrected_shards(dialect: str, settings: Mapping[str, Mapping[str, Any]], seed: int) -> dict[str, dict[str, Found]]:
     """The correction of the whole batch, from the parts of all ranks, for each setting and each way to cut it."""
     return {
         name: {
-            f"{RANKS} {kind} ranks": _corrected(kind, RolloutCorrectionConfig.from_dict(one, dialect=dialect), seed)
+            f"{RANKS} {kind} ranks": _corrected(kind, RolloutCorrectionConfig.from_dict(fields, dialect=dialect), seed)
             for kind in ("context", "data")
         }
-        for name, one in settings.items()
+        for name, fields in settings.items()
     }
 
 
@@ -70,8 +70,8 @@ def _corrected(kind: str, config: RolloutCorrectionConfig, seed: int) -> Found:
     rank = group_rank(group)
     number = ROWS * WIDTH
     rows = list(range(ROWS)) if kind == "context" else list(range(rank, ROWS, RANKS))
-    every = batch.old, batch.rollout, batch.mask, torch.arange(number).view(ROWS, WIDTH)
-    parts = [value[rows] for value in every]
+    places = torch.arange(number).view(ROWS, WIDTH)
+    parts = [values[rows] for values in (batch.old, batch.rollout, batch.mask, places)]
     layout = None
     groups = ParallelGroups(dp=group, dp_cp=group)
     if kind == "context":

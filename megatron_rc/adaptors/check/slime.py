@@ -36,17 +36,17 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     """All comparisons on the batch of a seed."""
     from slime.backends.megatron_utils import loss as theirs
 
-    given = _call(Batch.random(seed))
-    trained = torch.cat(given["loss_masks"]) != 0
+    call = _call(Batch.random(seed))
+    trained = torch.cat(call["loss_masks"]) != 0
     shards = on_ranks(losses_of_chunks, seed)[0]
     for name, (function, args, fields) in SETTINGS.items():
-        wanted, masks, _ = getattr(theirs, function)(Namespace(use_tis=True, **args), **given)
+        their_loss, masks, _ = getattr(theirs, function)(Namespace(use_tis=True, **args), **call)
         # Losses of tokens that are not trained do not count.
-        wanted = torch.where(trained, wanted, 0)
-        ours, accepted, _ = _ours(fields, None, given)
-        yield Comparison.of(f"{name}, loss, whole responses", ours, wanted)
+        their_loss = torch.where(trained, their_loss, 0)
+        our_loss, accepted, _ = _ours(fields, None, call)
+        yield Comparison.of(f"{name}, loss, whole responses", our_loss, their_loss)
         yield Comparison.of(f"{name}, masks, whole responses", torch.cat(accepted), torch.cat(masks), 0)
-        yield Comparison.of(f"{name}, loss, {RANKS} context ranks", torch.tensor(shards[name]), wanted)
+        yield Comparison.of(f"{name}, loss, {RANKS} context ranks", torch.tensor(shards[name]), their_loss)
 
 
 def _call(batch: Batch) -> dict[str, Any]:
@@ -72,22 +72,22 @@ def _call(batch: Batch) -> dict[str, Any]:
     }
 
 
-def _ours(fields: Mapping[str, Any], cp: Any, given: Mapping[str, Any]) -> tuple[Tensor, list[Tensor], Any]:
+def _ours(fields: Mapping[str, Any], cp: Any, call: Mapping[str, Any]) -> tuple[Tensor, list[Tensor], Any]:
     correct = SlimeCorrection(RolloutCorrectionConfig(rollout_is="token", **fields), ParallelGroups(cp=cp, dp_cp=cp))
-    return correct(Namespace(use_tis=True), **given)
+    return correct(Namespace(use_tis=True), **call)
 
 
 def losses_of_chunks(seed: int) -> dict[str, list[float]]:
     """The losses of all responses' tokens, from the chunks of all ranks, for each setting."""
     group = dist.group.WORLD
-    given = _call(Batch.random(seed))
-    chunks = Chunks(given["total_lengths"], given["response_lengths"], group)
+    call = _call(Batch.random(seed))
+    chunks = Chunks(call["total_lengths"], call["response_lengths"], group)
 
     def cut(values: Sequence[Tensor]) -> list[Tensor]:
         return list(chunks.select_local("values", values).split(chunks.counts))
 
-    places = torch.cat(cut(torch.arange(len(given["pg_loss"])).split(given["response_lengths"])))
-    local = given | {name: cut(given[name]) for name in ("train_log_probs", "rollout_log_probs")}
-    local["pg_loss"] = given["pg_loss"][places]
-    number = len(given["pg_loss"])
+    places = torch.cat(cut(torch.arange(len(call["pg_loss"])).split(call["response_lengths"])))
+    local = call | {name: cut(call[name]) for name in ("train_log_probs", "rollout_log_probs")}
+    local["pg_loss"] = call["pg_loss"][places]
+    number = len(call["pg_loss"])
     return {name: joined(places, _ours(fields, group, local)[0], number) for name, (_, _, fields) in SETTINGS.items()}

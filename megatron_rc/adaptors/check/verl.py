@@ -45,22 +45,23 @@ def comparisons(seed: int) -> Iterator[Comparison]:
     batch = Batch.random(seed)
     shards = on_ranks(corrected_shards, "verl", SETTINGS, seed)[0]
     for name, settings in SETTINGS.items():
-        given = Settings(**settings)
-        theirs, metrics = compute_rollout_correction_and_add_to_batch(_proto(batch), given)
-        ours, own = VerlCorrection().add_to_batch(_proto(batch), given)
+        correction = Settings(**settings)
+        theirs, their_metrics = compute_rollout_correction_and_add_to_batch(_proto(batch), correction)
+        ours, our_metrics = VerlCorrection().add_to_batch(_proto(batch), correction)
         mask = theirs.batch["response_mask"] != 0
         weights = None if settings["rollout_is"] is None else theirs.batch["rollout_is_weights"]
         without = torch.full(mask.shape, torch.nan)
-        whole = ours.batch.get("rollout_is_weights", without), ours.batch["response_mask"]
-        for layout, found in {"whole batch": whole, **shards[name]}.items():
-            mine, accepted = (torch.as_tensor(one).view(ROWS, WIDTH) for one in found)
+        of_whole_batch = ours.batch.get("rollout_is_weights", without), ours.batch["response_mask"]
+        for layout, results in {"whole batch": of_whole_batch, **shards[name]}.items():
+            our_weights, accepted = (torch.as_tensor(result).view(ROWS, WIDTH) for result in results)
             yield Comparison.of(f"{name}, mask, {layout}", accepted != 0, mask, 0)
             if weights is not None:
-                yield Comparison.of(f"{name}, weights, {layout}", mine * batch.mask, weights * batch.mask)
-        for metric in (f"rollout_corr/{one}" for one in METRICS):
-            if metric in metrics:
-                got, want = (torch.tensor([float(one[metric])]) for one in (own, metrics))
-                yield Comparison.of(f"{name}, {metric}", got, want, tolerance=1e-4)
+                yield Comparison.of(f"{name}, weights, {layout}", our_weights * batch.mask, weights * batch.mask)
+        for metric in (f"rollout_corr/{metric}" for metric in METRICS):
+            if metric in their_metrics:
+                our_value = torch.tensor([float(our_metrics[metric])])
+                their_value = torch.tensor([float(their_metrics[metric])])
+                yield Comparison.of(f"{name}, {metric}", our_value, their_value, tolerance=1e-4)
     yield from _losses(batch)
 
 
@@ -69,7 +70,7 @@ def _proto(batch: Batch) -> Any:
 
     tensors = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask.long()}
     uid = [f"prompt {row // 4}" for row in range(ROWS)]
-    return DataProto.from_dict({name: one.clone() for name, one in tensors.items()}, non_tensors={"uid": uid})
+    return DataProto.from_dict({name: tensor.clone() for name, tensor in tensors.items()}, non_tensors={"uid": uid})
 
 
 def _losses(batch: Batch) -> Iterator[Comparison]:
@@ -81,10 +82,10 @@ def _losses(batch: Batch) -> Iterator[Comparison]:
     weights = (batch.old - batch.rollout).exp().clamp(max=1.3) * batch.mask
     config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=ROWS, clip_ratio_low=0.1)
     for mode in AGGREGATIONS:
-        functions = correction.policy_loss, get_policy_loss_fn("vanilla")
-        both = zip(*(_loss(one, batch, weights, mode, config) for one in functions), strict=True)
-        for name, (got, want) in zip(("loss", "gradient of the loss"), both, strict=True):
-            yield Comparison.of(f"{mode}, {name}", got, want)
+        our_loss, our_gradient = _loss(correction.policy_loss, batch, weights, mode, config)
+        their_loss, their_gradient = _loss(get_policy_loss_fn("vanilla"), batch, weights, mode, config)
+        yield Comparison.of(f"{mode}, loss", our_loss, their_loss)
+        yield Comparison.of(f"{mode}, gradient of the loss", our_gradient, their_gradient)
 
 
 def _loss(function: Any, batch: Batch, weights: Tensor, mode: str, config: Any) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ def tensor_of(
     except (TypeError, ValueError, RuntimeError) as problem:
         raise ValueError(f"{name} is no tensor of shape {expected}: {problem}") from None
     sizes = zip(shape, value.shape, strict=False)
-    if value.dim() != len(shape) or any(want not in (None, got) for want, got in sizes):
+    if value.dim() != len(shape) or any(expected_size not in (None, size) for expected_size, size in sizes):
         raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {expected}")
     if integers and (value.is_floating_point() or value.is_complex()) and value.numel():
         raise ValueError(f"{name} is {value.dtype}: expected integers")

@@ -80,7 +80,7 @@ def _remedy(name: str, fields: Mapping[str, Any], own_settings: Mapping[str, Any
     others = other_dialects(name, fields, program.name)
     if others:
         return others
-    absent = [known for known in program.defaults if known not in own_settings]
+    absent = [setting for setting in program.defaults if setting not in own_settings]
     similar = difflib.get_close_matches(name, absent, n=1, cutoff=0.8)
     if similar:
         return f"did you mean {similar[0]}? Known are {', '.join(program.defaults)}"
@@ -188,7 +188,7 @@ def _without_others(fields: Mapping[str, Any], program: Dialect, other_keys: lis
     An unknown name with the correction's prefix stays, so that a misspelt setting is an error; and so does the section
     of another dialect.
     """
-    foreign = {section for other in BY_NAME.values() for section in other.sections} - set(program.sections)
+    foreign = {section for dialect in BY_NAME.values() for section in dialect.sections} - set(program.sections)
     settings = {}
     for key, value in fields.items():
         name = program.spelled(str(key))

@@ -221,8 +221,8 @@ def _preset_2025_11(settings: Settings) -> dict[str, Any]:
     """
     name = settings["preset"]
     fields = presets.fields_of(name)
-    for other in sorted(settings.given - {"preset"}):
-        raise ValueError(f"{other}={settings[other]!r} contradicts preset={name!r}: give the preset alone")
+    for setting in sorted(settings.given - {"preset"}):
+        raise ValueError(f"{setting}={settings[setting]!r} contradicts preset={name!r}: give the preset alone")
 
     if name == "seq_mis":
         # Long sequences that are unlikely under the trainer were accepted.
