@@ -32,7 +32,7 @@ _TABLE = re.compile(r"^<!-- metrics: ([\w ]+) -->\n(?:\|.*\n)*", flags=re.MULTIL
 
 def completed(text: str) -> str:
     """Return the page with the tables as the code has them."""
-    return _TABLE.sub(lambda place: f"{place[0].partition('>')[0]}>\n{_rows(TABLES[place[1]])}", text)
+    return _TABLE.sub(lambda match: f"{match[0].partition('>')[0]}>\n{_rows(TABLES[match[1]])}", text)
 
 
 def _rows(metrics: Sequence[Metric]) -> str:

@@ -39,8 +39,8 @@ def completed(name: str, text: str) -> str:
     if name == "docs/index":
         return with_contents(text)
     if name == "docs/api":
-        return _NAME.sub(lambda found: documented(found.group(1)), text)
-    return _MARK.sub(lambda found: "\n".join(_MAKERS[found.group(1)]()), text)
+        return _NAME.sub(lambda match: documented(match.group(1)), text)
+    return _MARK.sub(lambda match: "\n".join(_MAKERS[match.group(1)]()), text)
 
 
 def with_contents(text: str) -> str:
@@ -65,8 +65,8 @@ def api_names() -> dict[str, str]:
 def documented(path: str) -> str:
     """What Sphinx is asked for a public name."""
     module, _, name = path.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    if not isinstance(found, type):
+    public_object = getattr(importlib.import_module(module), name)
+    if not isinstance(public_object, type):
         return f"```{{eval-rst}}\n.. autofunction:: {path}\n```"
     return f"```{{eval-rst}}\n.. autoclass:: {path}\n   :members:\n```"
 
@@ -104,12 +104,13 @@ def _plain(text: str) -> str:
 
 def help_of(module: str) -> str:
     """What the command prints for ``--help``."""
-    said, found = io.StringIO(), importlib.import_module(module)
-    if hasattr(found, "__path__"):  # a package
-        found = importlib.import_module(f"{module}.__main__")
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        found.main(["--help"])
-    return said.getvalue()
+    printed = io.StringIO()
+    command = importlib.import_module(module)
+    if hasattr(command, "__path__"):  # a package
+        command = importlib.import_module(f"{module}.__main__")
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        command.main(["--help"])
+    return printed.getvalue()
 
 
 def launch_files() -> Iterator[str]:

@@ -56,12 +56,12 @@ SECTIONS = r"^## `rollout_corr/.*?(?=^## (?!`rollout_corr/))"
 
 def names_in(text):
     """Regular expressions from the first column of the tables whose first column is ``name``."""
-    found = []
+    patterns = []
     for table in re.findall(r"^\| name \|.*?(?=\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL):
         for row in table.splitlines()[2:]:
             for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
-                found += expanded(name)
-    return found
+                patterns += expanded(name)
+    return patterns
 
 
 def expanded(name):
@@ -94,7 +94,9 @@ def emitted():
     """Every name that some configuration emits, without the prefix."""
     metrics = [correct(name, clear_batch(name)[0]).metrics() for name in CASES]
     mask = {"rollout_is_mode": "mask", "rollout_is_threshold": "0.5_2.0"}
-    names = {name for found in [*metrics, bypass_metrics(), bypass_metrics(**mask)] for name in found}
+    names = {
+        name for metrics_of_case in [*metrics, bypass_metrics(), bypass_metrics(**mask)] for name in metrics_of_case
+    }
     assert all(name.startswith(PREFIX) for name in names)
     return {name.removeprefix(PREFIX) for name in names}
 
@@ -103,8 +105,8 @@ def test_every_metric_is_documented_once():
     patterns = names_in(documented())
     matches = {name: [pattern for pattern in patterns if re.fullmatch(pattern, name)] for name in emitted()}
     assert len(matches) > 200
-    assert not {name: found for name, found in matches.items() if len(found) != 1}
-    assert not set(patterns) - {pattern for found in matches.values() for pattern in found}
+    assert not {name: documenting for name, documenting in matches.items() if len(documenting) != 1}
+    assert not set(patterns) - {pattern for documenting in matches.values() for pattern in documenting}
 
 
 def test_metrics_of_the_loss_are_documented():
@@ -240,14 +242,14 @@ def test_the_library_page_corrects_on_shards(monkeypatch):
     torch.testing.assert_close(result.weights, torch.ones(3, 8))
 
 
-def steps_of_the_page(words):
+def steps_of_the_page(flags_of_run):
     """(metrics, the trainer's gradients, the page's) of two optimizer steps of one plan, on this rank."""
-    trainer = make_trainer(words)
+    trainer = make_trainer(flags_of_run)
     correction = trainer.correction
     is_last = trainer.groups.is_last_stage
     prepared = trainer.prepare(recorded_batch(0))
     cuts = prepared.batch.cuts
-    own = [(trainer.accumulate(prepared, index), gradients(trainer))[1] for index in range(len(cuts))]
+    gradients_of_trainer = [(trainer.accumulate(prepared, index), gradients(trainer))[1] for index in range(len(cuts))]
     pieces = [[prepared.batch.local.piece(cut) for cut in some] for some in cuts]
     page = run("docs/library.md", 1)
     flat = [piece for some in pieces for piece in some]
@@ -261,13 +263,13 @@ def steps_of_the_page(words):
         mini_batch_ids=ids,
     )
     plan, made = page["prepare"](correction, inputs if is_last else None, num_mini_batches=len(cuts))
-    found = []
+    steps = []
     made = iter(made or [None] * len(flat))
     for index, some in enumerate(pieces):
         batches = [(piece.tokens, piece.positions, piece.labels, next(made)) for piece in some]
         metrics = page["step"](correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4)
-        found.append((metrics, own[index], gradients(trainer)))
-    return found
+        steps.append((metrics, gradients_of_trainer[index], gradients(trainer)))
+    return steps
 
 
 def gradients(trainer):
@@ -285,24 +287,27 @@ def gradients(trainer):
 )
 def test_the_library_page_takes_the_trainers_steps(ranks, tmp_path, mode, layout):
     # The whole vocabulary is real, and neither penalty is on: the page's loss asks for neither.
-    words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *layout.flags(), *mode)
-    everywhere = ranks.run(steps_of_the_page, layout, words)
+    flags_of_run = flags(
+        tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *layout.flags(), *mode
+    )
+    everywhere = ranks.run(steps_of_the_page, layout, flags_of_run)
     assert {len(steps) for steps in everywhere} == {2}
-    for metrics, wanted, got in (step for steps in everywhere for step in steps):
+    for metrics, expected, got in (step for steps in everywhere for step in steps):
         assert metrics["loss/total"] != 0
-        size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
+        size = torch.cat([gradient.flatten() for gradient in expected]).norm()
         assert size > 0.01
         # The page plans micro-batches, the trainer all rows at once.
-        assert all((one - other).norm() < 1e-6 * size for one, other in zip(got, wanted, strict=True))
+        assert all(
+            (gradient - expected_gradient).norm() < 1e-6 * size
+            for gradient, expected_gradient in zip(got, expected, strict=True)
+        )
 
 
 def test_the_library_page_carries_the_sums_by_itself():
-    found = run("docs/library.md", 2)
-    whole = correct_rollouts(
-        found["old"], found["rollout"], found["mask"], found["config"], sequence_ids=torch.arange(4)
-    )
-    for layout_rank, result in enumerate(found["results"]):
-        layout = type(found["layout"]).padded(4, 16, cp_rank=layout_rank, cp_size=2)
+    page = run("docs/library.md", 2)
+    whole = correct_rollouts(page["old"], page["rollout"], page["mask"], page["config"], sequence_ids=torch.arange(4))
+    for layout_rank, result in enumerate(page["results"]):
+        layout = type(page["layout"]).padded(4, 16, cp_rank=layout_rank, cp_size=2)
         assert torch.equal(result.mask, layout.cut(whole.mask))
         torch.testing.assert_close(result.weights, layout.cut(whole.weights))
         # float32 log-probs: what the runs of a slice add up in float32 is right to 1e-7.
@@ -315,12 +320,12 @@ def kept_on_ranks():
     torch.manual_seed(0)
     logits = torch.randn(2, 5, 12, dtype=torch.float64)
     labels = torch.randint(12, (2, 5))
-    kept = (torch.rand(2, 5, 12) < 0.4).scatter_(2, labels.unsqueeze(2), True)
-    ids = [row.nonzero().flatten().tolist() for row in kept.flatten(0, 1)]
+    is_kept = (torch.rand(2, 5, 12) < 0.4).scatter_(2, labels.unsqueeze(2), True)
+    ids = [row.nonzero().flatten().tolist() for row in is_kept.flatten(0, 1)]
     shard = logits.chunk(group_size(group), 2)[group_rank(group)].contiguous()
     score = run("docs/library.md", 3)["log_probs_of_the_kept"]
     got, _ = score(shard, labels, ids, torch.ones(2, 5, dtype=torch.bool), group)
-    want = logits.masked_fill(~kept, -torch.inf).log_softmax(2).gather(2, labels.unsqueeze(2)).squeeze(2)
+    want = logits.masked_fill(~is_kept, -torch.inf).log_softmax(2).gather(2, labels.unsqueeze(2)).squeeze(2)
     return got, want
 
 
@@ -329,34 +334,34 @@ def test_the_library_page_scores_what_the_engine_kept(ranks):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def forward_steps(words):
+def forward_steps(flags_of_run):
     """(log-probs and entropies of the page's forward step, whether the first result went to the schedule)."""
     from megatron_rc.launch.training.models.output import processed
 
-    chunk = test_processor.build(words, tied=True)
+    chunk = test_processor.build(flags_of_run, tied=True)
 
     def model(*inputs, output_processor, loss_mask=None, **more):
         """GPTModel of Megatron-Core 0.18, whichever is installed."""
         return processed(chunk, output_processor, *inputs, loss_mask=loss_mask, **more)
 
-    page, (tokens, labels, mask, kept, _) = run("docs/library.md", 6), test_processor.data()
+    page, (tokens, labels, mask, kept_tokens, _) = run("docs/library.md", 6), test_processor.data()
     number = training_oracle.VOCABULARY
     temperature = test_processor.TEMPERATURE
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     data = {"tokens": tokens, "position_ids": positions, "labels": labels, "loss_mask": mask}
-    data |= test_processor.support(kept)
+    data |= test_processor.support(kept_tokens)
     step = partial(page["forward_step"], lambda data, results, output: (results, output), number, temperature)
     output, loss_func = step(iter([data]), model)
-    results, given = loss_func(output)
-    return torch.stack(results).detach(), given is results[0]
+    results, given_to_schedule = loss_func(output)
+    return torch.stack(results).detach(), given_to_schedule is results[0]
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True)], ids=str)
 def test_the_library_page_has_forward_steps(ranks, tmp_path, layout):
     want, _ = test_processor.reference(test_processor.Case(True, "log-probs"), tied=True)
-    for found, is_first in ranks.run(forward_steps, layout, test_processor.words_of(tmp_path, layout, True)):
+    for results, is_first in ranks.run(forward_steps, layout, test_processor.words_of(tmp_path, layout, True)):
         assert is_first
-        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(results, want, rtol=1e-9, atol=1e-9)
 
 
 SHORT = (5, 0, 9, 1)  # tokens of four sequences
@@ -371,7 +376,7 @@ def packed_on_this_rank():
         run("docs/library.md", 4)["packed_slices"], cp_rank=group_rank(groups.cp), cp_size=group_size(groups.cp)
     )
     masks = [torch.ones(length, dtype=torch.bool) for length in SHORT]
-    (layout, *_), *_ = pieces = [cut(one) for one in (old, rollout, masks)]
+    (layout, *_), *_ = pieces = [cut(tensors) for tensors in (old, rollout, masks)]
     result = correct_rollouts(*(piece for _, piece in pieces), CONFIG, layout, groups)
     result.check()
     return result.metrics(), result.weights, layout
@@ -389,8 +394,8 @@ def corrected_in_groups_of_the_page(batches):
     with mock.patch.dict(parallel_state._HYBRID_DP_CP_GROUPS, {2: made[2]}):
         layouts = {size: page["packed_layout"]([0, 8], size) for size in (1, 2, 4)}
     assert [layout.cp_size for layout in layouts.values()] == [1, 2, 4]
-    own = page["groups_of_the_correction"](), {size: layout.cp_group for size, layout in layouts.items()}
-    with mock.patch.object(test_cp_groups, "own_groups", return_value=own):
+    groups_of_page = page["groups_of_the_correction"](), {size: layout.cp_group for size, layout in layouts.items()}
+    with mock.patch.object(test_cp_groups, "own_groups", return_value=groups_of_page):
         return test_cp_groups.correct_dealt(batches)[0]
 
 
@@ -420,9 +425,9 @@ def test_the_library_page_packs_whole_micro_batches():
 def test_the_library_page_cuts_sequences_of_any_length(ranks):
     ((whole, weights, layout),) = ranks.run(packed_on_this_rank, Layout())
     assert layout.num_sequences == len(SHORT)
-    found = ranks.run(packed_on_this_rank, Layout(cp=2))
-    restored = found[0][2].restore([part for _, part, _ in found])
-    for metrics, _, _ in found:
+    of_ranks = ranks.run(packed_on_this_rank, Layout(cp=2))
+    restored = of_ranks[0][2].restore([part for _, part, _ in of_ranks])
+    for metrics, _, _ in of_ranks:
         assert metrics == pytest.approx(whole, rel=1e-6)
     counted = weights > 0
     torch.testing.assert_close(restored[restored > 0], weights[counted])
@@ -437,21 +442,26 @@ def averaged_gradient():
     mask = torch.rand(4, 8, generator=generator) < 0.7
     advantages = torch.tensor([1.0, -0.5, 2.0, 0.1], dtype=torch.float64)
     loss = run("docs/library.md", 5)["own_loss"]
-    found = []
-    for own in (groups, ParallelGroups()):
-        rows = slice(group_rank(own.dp), None, group_size(own.dp))
+    averaged_gradients = []
+    for own_groups in (groups, ParallelGroups()):
+        rows = slice(group_rank(own_groups.dp), None, group_size(own_groups.dp))
         layout = SequenceLayout.padded(
-            4 // group_size(own.dp), 8 // group_size(own.cp), cp_rank=group_rank(own.cp), cp_size=group_size(own.cp)
+            4 // group_size(own_groups.dp),
+            8 // group_size(own_groups.cp),
+            cp_rank=group_rank(own_groups.cp),
+            cp_size=group_size(own_groups.cp),
         )
         local_old, local_mask = (layout.cut(tensor[rows]) for tensor in (old, mask))
         model = torch.nn.Linear(1, 1).double()
-        ranks = DistributedDataParallel(model, process_group=own.dp_cp) if own.dp_cp is not None else model
+        ranks = (
+            DistributedDataParallel(model, process_group=own_groups.dp_cp) if own_groups.dp_cp is not None else model
+        )
         with torch.no_grad():
             model.weight.fill_(1)
             model.bias.zero_()
-        loss(ranks(local_old.unsqueeze(-1)).squeeze(-1), local_old, advantages[rows], local_mask, own).backward()
-        found.append(model.bias.grad.item())
-    return found
+        loss(ranks(local_old.unsqueeze(-1)).squeeze(-1), local_old, advantages[rows], local_mask, own_groups).backward()
+        averaged_gradients.append(model.bias.grad.item())
+    return averaged_gradients
 
 
 @pytest.mark.parametrize("layout", [Layout(cp=2, dp=2)], ids=str)
@@ -465,30 +475,31 @@ def test_other_pages_run(tmp_path, monkeypatch, capsys):
     """The pages on presets, advantages and records; the third block of the last one needs verl: make test-adaptors."""
     assert run("docs/presets.md")["config"].rollout_rs_threshold == "0.2_2.0"
     assert "[0.2, 2]" in capsys.readouterr().out
-    found = run("docs/advantages.md")
-    assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
-    assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
-    exec(blocks(ROOT / "docs" / "advantages.md", "python")[1], found)
-    torch.testing.assert_close(found["weighted"], found["per_response"])  # of two responses the other one is the mean
-    exec(blocks(ROOT / "docs" / "advantages.md", "python")[2], found)
-    assert found["advantages"].tolist() == pytest.approx([0.71, -0.71, -0.71, -0.71], abs=0.005)
+    advantages_page = run("docs/advantages.md")
+    assert advantages_page["advantages"][advantages_page["response_mask"]].sum().abs() < 1e-5
+    assert advantages_page["per_response"].tolist() == [1, -1, 0.5, -0.5]
+    exec(blocks(ROOT / "docs" / "advantages.md", "python")[1], advantages_page)
+    # Of two responses the other one is the mean, whatever its weight.
+    torch.testing.assert_close(advantages_page["weighted"], advantages_page["per_response"])
+    exec(blocks(ROOT / "docs" / "advantages.md", "python")[2], advantages_page)
+    assert advantages_page["advantages"].tolist() == pytest.approx([0.71, -0.71, -0.71, -0.71], abs=0.005)
     block, forms, _ = blocks(ROOT / "docs" / "rollouts.md", "python")
     monkeypatch.chdir(tmp_path)
-    found = {"batch": recorded_batch(0)}
-    exec(compile(block, "docs/rollouts.md", "exec"), found)
-    assert found["batch"].num_sequences == 2 + found["other"].num_sequences
-    found = {}
+    records_page = {"batch": recorded_batch(0)}
+    exec(compile(block, "docs/rollouts.md", "exec"), records_page)
+    assert records_page["batch"].num_sequences == 2 + records_page["other"].num_sequences
+    support_page = {}
     for line in forms.splitlines():
-        exec(line, found)
-        assert not line.startswith("ids") or found["ids"].tolist() == [5, 6, 7]
-    assert found["counts"].tolist() == [2, 0, 1]
+        exec(line, support_page)
+        assert not line.startswith("ids") or support_page["ids"].tolist() == [5, 6, 7]
+    assert support_page["counts"].tolist() == [2, 0, 1]
 
 
 def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^    define\(\n(?:    .*\n)+", text, flags=re.MULTILINE)
-    found = []
-    exec(textwrap.dedent(block), {"define": found.append, **vars(criterion), **vars(bounds), "K1": K1})
+    defined = []
+    exec(textwrap.dedent(block), {"define": defined.append, **vars(criterion), **vars(bounds), "K1": K1})
     for field in dataclasses.fields(SEQ_MIN):
         if field.name != "statistic":
-            assert getattr(found[0], field.name) == getattr(SEQ_MIN, field.name)
+            assert getattr(defined[0], field.name) == getattr(SEQ_MIN, field.name)

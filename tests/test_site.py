@@ -40,12 +40,16 @@ def blocks(path, *languages):
 @functools.cache
 def anchors(path: Path):
     """The anchors of a page's headings, as GitHub makes them."""
-    found: dict[str, int] = {}
+    highest_numbers: dict[str, int] = {}
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(path)), flags=re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         slug = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {slug if not number else f"{slug}-{number}" for slug, last in found.items() for number in range(last + 1)}
+        highest_numbers[slug] = highest_numbers.get(slug, -1) + 1
+    return {
+        slug if not number else f"{slug}-{number}"
+        for slug, last in highest_numbers.items()
+        for number in range(last + 1)
+    }
 
 
 def broken_links(path, text):
@@ -70,9 +74,9 @@ def test_the_front_page_leads_to_every_page():
     """The site's table of contents is made from it; a page that is in none is an error of the build."""
     index = ROOT / "docs" / "index.md"
     listed = re.findall(r"^ *.+ <(.+)>$", pages.completed("docs/index", text_of(index)), flags=re.MULTILINE)
-    found = [(index.parent / f"{name}.md").resolve() for name in listed]
-    assert len(found) == len(set(found))
-    assert set(found) == set(DOCUMENTS) - {index}
+    pages_listed = [(index.parent / f"{name}.md").resolve() for name in listed]
+    assert len(pages_listed) == len(set(pages_listed))
+    assert set(pages_listed) == set(DOCUMENTS) - {index}
 
 
 def test_the_page_of_the_api_has_every_public_name():
@@ -92,20 +96,22 @@ def made(name):
 
 
 def test_the_page_of_flags_has_every_flag_and_every_command():
-    known = {*long_options(build_parser()), *long_options(torchrun_parser())} - {"", "help"}
+    flag_names = {*long_options(build_parser()), *long_options(torchrun_parser())} - {"", "help"}
     listed = re.findall(r"^````\{option\} (.+)$", made("flags"), flags=re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"--([\w-]+)", line)}
-    assert {name for name in known if "_" not in name} == names
-    assert len(known) > 400
+    assert {name for name in flag_names if "_" not in name} == names
+    assert len(flag_names) > 400
     assert "````{option} --lr LR\n" in made("flags")
     assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "flags.md", "text"))
     for command in pages.COMMANDS:
         assert f"python -m megatron_rc.{command}" in made("flags")
     files = [path for path in (ROOT / "launch").rglob("*.py") if '\nif __name__ == "__main__":' in text_of(path)]
-    found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    commands_found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
     # The launcher's flags, and what takes none.
     others = {"launch.check_engine", "launch.train_ppo", "launch.rewards.worker", "launch.weights.from_gguf"}
-    assert found - others - {"launch.__main__"} == {name for name in pages.COMMANDS if name.startswith("launch.")}
+    assert commands_found - others - {"launch.__main__"} == {
+        name for name in pages.COMMANDS if name.startswith("launch.")
+    }
 
 
 def test_the_page_of_flags_has_every_launch_file():
@@ -148,8 +154,8 @@ FOREIGN = {".", "apt-get", "cd", "git", "sbatch", "tensorboard", "vllm", "wandb"
 def commands(block):
     """The words of each command of a block, without variables in front of it."""
     for line in block.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        for is_end, part in itertools.groupby(words, lambda word: word in ("&&", "|", ";", "&")):
+        tokens = shlex.split(line, comments=True)
+        for is_end, part in itertools.groupby(tokens, lambda word: word in ("&&", "|", ";", "&")):
             command = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, part))
             if command and not is_end:
                 yield command[: command.index(">")] if ">" in command else command
@@ -160,9 +166,9 @@ def helped(module):
     return pages.help_of(module)
 
 
-def wrong(words):
+def wrong(tokens):
     """What of a command does not exist: a target, a module, a file, a flag; None where all does."""
-    command, *rest = words[0].removeprefix(".venv/bin/"), *words[1:]
+    command, *rest = tokens[0].removeprefix(".venv/bin/"), *tokens[1:]
     if command == "make":
         targets = re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
         return [word for word in rest if "=" not in word and word not in targets]
@@ -176,8 +182,8 @@ def wrong(words):
     if command.startswith("python") and rest[:1] == ["-m"]:
         if importlib.util.find_spec(rest[1]) is None:
             return [rest[1]]
-        known = helped(rest[1]) if rest[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(rest)
-        return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in known]
+        flags_of_command = helped(rest[1]) if rest[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(rest)
+        return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in flags_of_command]
     if command.startswith("python") or "/" in command:
         file = rest[0] if command.startswith("python") else command
         return [] if (ROOT / file).exists() else [file]
@@ -186,7 +192,7 @@ def wrong(words):
 
 @pytest.mark.parametrize(("name", "block"), COMMANDS, ids=[name for name, _ in COMMANDS])
 def test_commands_exist(name, block):
-    assert not [(words, wrong(words)) for words in commands(block) if wrong(words)]
+    assert not [(tokens, wrong(tokens)) for tokens in commands(block) if wrong(tokens)]
 
 
 NOWHERE = """make nothing
@@ -200,27 +206,29 @@ nothing --at all"""
 
 def test_commands_and_flags_that_do_not_exist_are_found():
     for line in NOWHERE.splitlines():
-        assert [words for words in commands(f"A=1 {line}  # why\n") if wrong(words)], line
+        assert [tokens for tokens in commands(f"A=1 {line}  # why\n") if wrong(tokens)], line
     assert list(unknown_flags("`--lr`, `--rdzv-*`, `--preset`, `--learning-rate 1`")) == ["learning-rate"]
 
 
 # Pages that name other programs' flags, or those of tests/gpu and benchmarks; and such flags on other pages.
 OF_OTHERS = ("benchmarks/RESULTS.md", "docs/adaptors.md", "docs/gpu.md", "docs/migrating.md")
-OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill", "version"}
+OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill"}
 OTHERS |= {"save-debug-rollout-data", "save-debug-train-data"}
 OTHERS |= {"enable-return-routed-experts", "return-sampling-mask", "skip-tokenizer-init"}
-# Flags of earlier versions, in CHANGELOG.md.
-OTHERS |= {"hybrid-layer-pattern", "load-last-valid"}
+# A flag of an earlier version, in CHANGELOG.md.
+OTHERS |= {"load-last-valid"}
 
 
 def unknown_flags(text):
     """Flags between backticks that no parser has; a whole command is none."""
-    known = {name.replace("_", "-") for parser in (build_parser(), torchrun_parser()) for name in long_options(parser)}
+    flag_names = {
+        name.replace("_", "-") for parser in (build_parser(), torchrun_parser()) for name in long_options(parser)
+    }
     helps = "".join(helped(f"megatron_rc.{command}") for command in pages.COMMANDS)
     for quoted in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
         if quoted.split()[0] not in ("python", "torchrun", "vllm"):
             for name in re.findall(r"(?<![\w-])--([\w-]+)(?![\w*-])", quoted):
-                if name.replace("_", "-") not in known | OTHERS and f"--{name}" not in helps:
+                if name.replace("_", "-") not in flag_names | OTHERS and f"--{name}" not in helps:
                     yield name
 
 

@@ -43,12 +43,12 @@ def test_every_run_can_start(monkeypatch, tmp_path):
     # A parser with these engines for this test alone: others of the process may have made the launcher's already.
     monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
     monkeypatch.chdir(ROOT)
-    found = set()
+    configured = set()
     for run in RUNS:  # one of each mismatch and of each setting
         kinds = {run.mismatch.name, run.setting.name}
-        if kinds <= found:
+        if kinds <= configured:
             continue
-        found |= kinds
+        configured |= kinds
         config, _ = configure([*run.flags, f"--runs-dir={tmp_path}", f"--run-name={run.name}"], 1)
         assert config.launch.on_cpu
         assert (config.training.seed, config.engine.rollout_engine) == (run.seed, f"study-{run.mismatch.name}")
@@ -69,12 +69,12 @@ def made(tmp_path):
     def make(task_name="", **mismatch):
         config = SimpleNamespace(launch=launch, replays_rollouts=False, task=SimpleNamespace(task=task_name))
         inputs = EngineInputs(config, model, task.text, 0)
-        found = engine.StudyEngine(inputs, **mismatch)
+        study_engine = engine.StudyEngine(inputs, **mismatch)
         torch.manual_seed(0)
         exact = TransformersEngine(model, "fp32", task.text.ends, task.text.pad, launch.device)
         for parameter in exact.model.parameters():
             parameter.mul_(20)
-        return found, exact
+        return study_engine, exact
 
     return make
 
@@ -85,24 +85,27 @@ def weights_of(exact):
 
 def test_a_rounded_engine_holds_rounded_linear_layers_and_the_exact_rest(made):
     weight = torch.tensor([[0.4, -0.2, 0.19, -0.21], [0.0, 0.0, 0.0, 0.0], [1.0, 0.6, -1.0, 0.4]])
-    wanted = torch.tensor([[0.4, 0.0, 0.0, -0.4], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, -1.0, 0.0]])
-    assert torch.equal(engine.round_to_levels(weight, 1), wanted)
+    expected = torch.tensor([[0.4, 0.0, 0.0, -0.4], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, -1.0, 0.0]])
+    assert torch.equal(engine.round_to_levels(weight, 1), expected)
     assert (engine.round_to_levels(weight, 127) - weight).abs().max() <= 0.5 / 127
-    found, exact = made(levels=1)
-    found.load_weights(weights_of(exact), 4)
-    held = checkpoint_tensors(found.sampler.model)
-    given = dict(weights_of(exact))
-    changed = {name for name in given if not torch.equal(held[name], given[name])}
-    assert changed == {name for name in given if name.endswith("_proj.weight")}
-    assert all(torch.equal(held[name], engine.round_to_levels(given[name], 1)) for name in changed)
-    assert all(torch.equal(kept, given[name]) for name, kept in checkpoint_tensors(found.exact.model).items())
-    assert found.version == 4
+    study_engine, exact = made(levels=1)
+    study_engine.load_weights(weights_of(exact), 4)
+    rounded_weights = checkpoint_tensors(study_engine.sampler.model)
+    exact_weights = dict(weights_of(exact))
+    changed = {name for name in exact_weights if not torch.equal(rounded_weights[name], exact_weights[name])}
+    assert changed == {name for name in exact_weights if name.endswith("_proj.weight")}
+    assert all(torch.equal(rounded_weights[name], engine.round_to_levels(exact_weights[name], 1)) for name in changed)
+    assert all(
+        torch.equal(tensor, exact_weights[name])
+        for name, tensor in checkpoint_tensors(study_engine.exact.model).items()
+    )
+    assert study_engine.version == 4
 
 
 @torch.inference_mode()
 def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
-    found, exact = made()
-    found.load_weights(weights_of(exact), 0)
+    study_engine, exact = made()
+    study_engine.load_weights(weights_of(exact), 0)
     task = CountUp(seed=0)
     total = 0.0
     for problem in task.problems(0, 100, held_out=True):
@@ -120,7 +123,7 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
                 total += chance * (1 - likely) * earned
             tokens = [*tokens, right]
             chance = chance * likely
-    rows = [json.loads(line) for line in found._file.read_text().splitlines()]
+    rows = [json.loads(line) for line in study_engine._file.read_text().splitlines()]
     assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5)}]
     assert total > 0.5
 
@@ -146,16 +149,16 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
     queue.run_all([two_steps], data, tmp_path, 2, said.append)
     assert said[2:] == [f"1 of 1 runs are in {data}, 0 to go, 2 at a time"]
     assert data.read_bytes() == before
-    (found,) = results.read(data)
-    assert found.seconds > 1
-    assert found.key == two_steps.key
-    assert [step for step, _ in found.policy] == [0, 2]
+    (outcome,) = results.read(data)
+    assert outcome.seconds > 1
+    assert outcome.key == two_steps.key
+    assert [step for step, _ in outcome.policy] == [0, 2]
     rows = [json.loads(line) for line in (tmp_path / two_steps.name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "grad_norm" in row]
     assert len(steps) == 2
     for row in steps:
-        known = row["rollout_corr/rollout_is_raw_eff_sample_size"]
-        assert results._value(row, "ess") == pytest.approx(known, abs=1e-9)
+        expected = row["rollout_corr/rollout_is_raw_eff_sample_size"]
+        assert results._value(row, "ess") == pytest.approx(expected, abs=1e-9)
         assert row.keys() >= {*results._NAMES.values()}
     with pytest.raises(queue.StudyError, match="has count_up-none-uncorrected-1 with other flags"):
         queue.run_all(MAIN[:1], data, tmp_path, 1, said.append)
@@ -166,17 +169,17 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
 
 def finished_run(folder, run, rewards=(0.1, 0.5)):
     """The files of a run of 12 steps."""
-    own = folder / run.name
-    own.mkdir(parents=True)
+    run_folder = folder / run.name
+    run_folder.mkdir(parents=True)
     row = {"reward/mean": 0.25, "grad_norm": 2.0, "policy/entropy": 1.5, "rollout/response_length": 8.0}
     row |= {"rollout_corr/kl": 0.5, "rollout_corr/k3_kl": 0.25, "rollout_corr/chi2_token": 1.25}
     rows = [{"step": 0, "eval/reward": 0.0}, *({"step": step, **row} for step in range(1, 13))]
     rows[3] |= {"grad_norm": float("inf")}
     rows[11] |= {"reward/mean": 0.75, "rollout_corr/kl": 0.75}
-    (own / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     policy = [{"step": 10 * number, "reward": reward} for number, reward in enumerate(rewards)]
     lines = [*policy, {"step": 15, "reward": 0.0}, {"step": 18, "reward": rewards[-1]}]
-    (own / settings.POLICY_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    (run_folder / settings.POLICY_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in lines))
 
 
 def measured(run, folder, error=None):
@@ -185,28 +188,27 @@ def measured(run, folder, error=None):
 
 def test_measuring(tmp_path):
     finished_run(tmp_path, MAIN[1])
-    found = measured(MAIN[1], tmp_path)
-    assert found.key == ("count_up", "rounding", "uncorrected", 1)
-    assert (found.flags, found.commit, found.seconds) == (" ".join(MAIN[1].flags), "abc", 60.0)
-    assert (found.policy, found.final, found.best) == ([(0, 0.1), (10, 0.5), (18, 0.5)], 0.5, 0.5)
-    assert found.over_the_run == pytest.approx((10 * 0.3 + 8 * 0.5) / 18)
+    outcome = measured(MAIN[1], tmp_path)
+    assert outcome.key == ("count_up", "rounding", "uncorrected", 1)
+    assert (outcome.flags, outcome.commit, outcome.seconds) == (" ".join(MAIN[1].flags), "abc", 60.0)
+    assert (outcome.policy, outcome.final, outcome.best) == ([(0, 0.1), (10, 0.5), (18, 0.5)], 0.5, 0.5)
+    assert outcome.over_the_run == pytest.approx((10 * 0.3 + 8 * 0.5) / 18)
     means = {"k3": 0.25, "grad_norm": 2.0, "entropy": 1.5, "length": 8.0}
-    assert {measure: found.curves[measure] for measure in means} == {name: [value] * 2 for name, value in means.items()}
-    assert (found.curves["sampled"], found.curves["kl"], found.largest_kl) == ([0.25, 0.5], [0.5, 0.625], 0.75)
-    assert found.curves["ess"][0] == 0.25
-    assert found.curves["rejected"] == [None, None]
-    assert math.isnan(found.mean("rejected"))
-    assert found.mean("sampled") == 0.375
-    results.write([found], tmp_path / "study.json")
-    assert results.read(tmp_path / "study.json") == [found]
+    assert {measure: outcome.curves[measure] for measure in means} == {
+        name: [value] * 2 for name, value in means.items()
+    }
+    assert (outcome.curves["sampled"], outcome.curves["kl"], outcome.largest_kl) == ([0.25, 0.5], [0.5, 0.625], 0.75)
+    assert outcome.curves["ess"][0] == 0.25
+    assert outcome.curves["rejected"] == [None, None]
+    assert math.isnan(outcome.mean("rejected"))
+    assert outcome.mean("sampled") == 0.375
+    results.write([outcome], tmp_path / "study.json")
+    assert results.read(tmp_path / "study.json") == [outcome]
     path = tmp_path / MAIN[1].name / "metrics.jsonl"
     path.write_text(path.read_text().replace('"grad_norm": 2.0', '"grad_norm": NaN'))
     assert measured(MAIN[1], tmp_path).curves["grad_norm"] == [None, None]
     path.write_text("")
     assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
-
-
-# The harder task.
 
 
 # The committed files.
@@ -220,10 +222,10 @@ def committed(name="study"):
 def test_the_data_are_of_the_designs_runs():
     flags = {run.key: " ".join(run.flags) for run in [*RUNS, *settings.HARD.runs]}
     for name in ("study", "study_hard"):
-        assert all(flags[one.key] == one.flags for one in committed(name))
-        assert len({one.key for one in committed(name)}) == len(committed(name))
+        assert all(flags[outcome.key] == outcome.flags for outcome in committed(name))
+        assert len({outcome.key for outcome in committed(name)}) == len(committed(name))
     last = {"count_up": 200, "bonus": 200, "count_on": 100, "experts": 200}
-    assert all(one.policy[-1][0] == last[one.setting] for one in committed() if one.error is None)
+    assert all(outcome.policy[-1][0] == last[outcome.setting] for outcome in committed() if outcome.error is None)
 
 
 @pytest.mark.parametrize("block", [*settings.BLOCKS.values(), settings.HARD], ids=lambda block: block.name)
@@ -242,18 +244,18 @@ MILD = tuple(kind.name for kind in settings.REALISTIC)
 
 def outcomes_of(mismatch, correction, setting="count_up"):
     """The outcomes of a kind's seeds."""
-    return [one for one in committed() if one.key[:3] == (setting, mismatch, correction)]
+    return [outcome for outcome in committed() if outcome.key[:3] == (setting, mismatch, correction)]
 
 
 def finals(*kind):
     """The last rewards of a kind's seeds."""
-    return [one.final for one in outcomes_of(*kind)]
+    return [outcome.final for outcome in outcomes_of(*kind)]
 
 
 def mean_of(*kind, measure=None):
     """The mean of a kind's seeds: of the last rewards, or of a measure over the whole runs."""
-    found = [one.mean(measure) for one in outcomes_of(*kind)] if measure else finals(*kind)
-    return sum(found) / len(found)
+    values = [outcome.mean(measure) for outcome in outcomes_of(*kind)] if measure else finals(*kind)
+    return sum(values) / len(values)
 
 
 def in_words(numbers, digits=2):
@@ -267,8 +269,11 @@ def of_strong_mismatches():
         yield "The corrections", in_words(mean_of(kind, how) for kind in KINDS)
     for kind in KINDS:
         yield "The corrections", in_words(mean_of(kind, how) for how in ("seq_tis", "seq_tis_10", "seq_is"))
-    near = [(finals(kind, "token_tis"), finals(kind, "uncorrected")) for kind in KINDS[:2]]
-    yield "The corrections", f"({', '.join(f'{min(one):.2f} and {max(other):.2f}' for one, other in near)})"
+    # The worst seed of token TIS beside the best one without correction.
+    pairs = []
+    for kind in KINDS[:2]:
+        pairs.append(f"{min(finals(kind, 'token_tis')):.2f} and {max(finals(kind, 'uncorrected')):.2f}")
+    yield "The corrections", f"({', '.join(pairs)})"
     seeds = [*finals("staleness", "seq_tis_weighted"), *finals("staleness", "seq_tis")]
     yield "The baselines", "{0:.2f} and {1:.2f} against {3:.2f} and {4:.2f}, but {2:.2f} against {5:.2f}".format(*seeds)
     for kind, how in (("rounding", "seq_tis"), ("temperature", "seq_tis"), ("temperature", "token_tis")):
@@ -277,8 +282,8 @@ def of_strong_mismatches():
     for name in ("no_std", "remax"):
         yield "The baselines", in_words(mean_of(kind, f"seq_tis_{name}") for kind in KINDS)
     others = [mean_of("temperature", f"token_tis{name}") for name in ("", "_no_std", "_weighted", "_remax")]
-    words = "at {:.2f} with the group's mean, at {:.2f} without std, at {:.2f} weighted and at {:.2f} with ReMax"
-    yield "The baselines", words.format(*others)
+    sentence = "at {:.2f} with the group's mean, at {:.2f} without std, at {:.2f} weighted and at {:.2f} with ReMax"
+    yield "The baselines", sentence.format(*others)
     norm = mean_of("temperature", "token_tis_weighted", measure="grad_norm")
     yield "The baselines", f"gradient norm is {norm:.0f} in the mean"
     for kind in KINDS[:2]:
@@ -296,7 +301,7 @@ def of_weak_mismatches():
     for how in ("geo_rs_published", "geo_rs_grown"):
         share = mean_of("rounding_long", how, "count_on", measure="rejected")
         yield "Long responses", f"rejects {100 * share:.0f} % of the tokens"
-    (ended,) = (one for one in outcomes_of("rounding_long", "geo_rs_published", "count_on") if one.error)
+    (ended,) = (outcome for outcome in outcomes_of("rounding_long", "geo_rs_published", "count_on") if outcome.error)
     yield "Long responses", f"with a reward of {ended.final:.2f}"
     for kind in (("staleness_mild", "token_tis"), ("temperature_mild", "seq_tis")):
         yield "Realistic mismatches", f"at {' and '.join(f'{end:.2f}' for end in finals(*kind) if end < 0.9)}"
@@ -304,18 +309,18 @@ def of_weak_mismatches():
     yield "Realistic mismatches", f"k3 is {in_words(k3, 3)}"
     for how in ("token_tis", "seq_tis", "bypass"):
         yield "Realistic mismatches", in_words(mean_of(kind, how) for kind in MILD)
-    ends = [one.final for one in committed() if one.setting == "experts"]
+    ends = [outcome.final for outcome in committed() if outcome.setting == "experts"]
     yield "A mixture of experts", f"All {len(ends)} runs end at {min(ends):.2f} to {max(ends):.2f}"
     without = ("uncorrected", "token_tis")
     replayed = ("replay", "token_tis_replay")
-    for kind, hows, words in (
+    for kind, hows, sentence in (
         ("fp8", without, "is {:.4f} to {:.4f} without it"),
         ("fp8", replayed, "{1:.4f} with it"),
         ("fp8_old", without, "{:.2f} to {:.2f} without"),
         ("fp8_old", replayed, "{:.2f} to {:.2f} with it"),
     ):
-        k3 = [one.mean("k3") for how in hows for one in outcomes_of(kind, how, "experts")]
-        yield "A mixture of experts", words.format(min(k3), max(k3))
+        k3 = [outcome.mean("k3") for how in hows for outcome in outcomes_of(kind, how, "experts")]
+        yield "A mixture of experts", sentence.format(min(k3), max(k3))
 
 
 def of_2026():
@@ -329,17 +334,17 @@ def of_2026():
             uncorrected""",
     }.items():
         for how in hows.split():
-            (one,) = (one for one in outcomes_of("temperature", how) if one.seed == 1)
-            yield section, f"at {one.final:.2f}"
+            (outcome,) = (outcome for outcome in outcomes_of("temperature", how) if outcome.seed == 1)
+            yield section, f"at {outcome.final:.2f}"
 
 
 @pytest.mark.parametrize("said", [of_strong_mismatches, of_weak_mismatches, of_2026])
 def test_the_prose_has_the_numbers_of_the_data(said):
     pages = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("study", "choosing"))
-    for section, words in said():
+    for section, sentence in said():
         text = re.split(r"^##+ ", pages.partition(f"# {section}\n")[2], flags=re.MULTILINE)[0]
         prose = " ".join(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE).split())
-        assert words in prose, section
+        assert sentence in prose, section
 
 
 CHOOSING = {

@@ -17,12 +17,12 @@ QUOTED = sorted({" ".join(text.split()) for text in re.findall(r'"([^"]+)"', TEX
 @functools.cache
 def sources():
     """The text of each source; strings over several lines are one, and what is filled in is …."""
-    found = []
+    texts = []
     for folder in ("megatron_rc", *LINKED):
         for path in (ROOT / folder).rglob("*.py"):
             text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
-            found.append(re.sub(r"\{[^{}\n]*\}", "…", text))
-    return found
+            texts.append(re.sub(r"\{[^{}\n]*\}", "…", text))
+    return texts
 
 
 def is_said(quoted):

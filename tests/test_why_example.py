@@ -12,8 +12,8 @@ PAGE = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
 
 def numbers(text):
     """{name: three numbers} of lines such as ``wanted tensor([ 0.1, 0.2, -0.3])``."""
-    found = re.findall(r"^(\w+) tensor\(\[(.*?)\]\)$", text, flags=re.MULTILINE)
-    return {name: [float(number) for number in row.split(",")] for name, row in found}
+    lines = re.findall(r"^(\w+) tensor\(\[(.*?)\]\)$", text, flags=re.MULTILINE)
+    return {name: [float(number) for number in row.split(",")] for name, row in lines}
 
 
 def test_the_page_prints_what_it_shows(capsys):

@@ -23,12 +23,12 @@ RULES_ON_PAGE = rows("docs/doctor.md", "rule | what is wrong | kind | it holds i
 
 
 def test_the_tables_are_those_of_the_code():
-    found = [[name.strip("`"), *others] for name, *others, _, _ in RULES_ON_PAGE]
-    assert found == [[rule.name, rule.title, rule.kind] for rule in RULES]
+    listed = [[name.strip("`"), *others] for name, *others, _, _ in RULES_ON_PAGE]
+    assert listed == [[rule.name, rule.title, rule.kind] for rule in RULES]
     assert [cells[-1] for cells in RULES_ON_PAGE] == [rule.sources for rule in RULES]
     assert f"over at least {MIN_PAIRS} pairs" in RULES_ON_PAGE[1][3]
-    for limit, words in GRADES[:-1]:
-        assert f"| {limit:g} | {words} |" in PAGE
+    for limit, grade in GRADES[:-1]:
+        assert f"| {limit:g} | {grade} |" in PAGE
     codes = dict(re.findall(r"^\| (\d) \| (.*) \|$", PAGE, flags=re.MULTILINE))
     assert set(codes) == {str(code) for code in (HEALTHY, WRONG, UNUSABLE, TOO_LITTLE)}
     # A rule stands below those that explain the same numbers better.
@@ -106,8 +106,8 @@ def test_the_commands_run_as_they_are_written(tmp_path, monkeypatch, capsys, doc
     commands = re.findall(r"(?:^|`)python -m megatron_rc\.doctor ([^`\n]*?)(?:`| +#.*|$)", text, flags=re.MULTILINE)
     assert commands
     monkeypatch.chdir(tmp_path)
-    for words in map(shlex.split, commands):
-        (path,) = (tmp_path / word for word in words if not word.startswith("-"))
+    for arguments in map(shlex.split, commands):
+        (path,) = (tmp_path / word for word in arguments if not word.startswith("-"))
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".csv":
             path.write_text("Step,run - rollout_corr/k3_kl\n1,0.0001\n")
@@ -115,5 +115,5 @@ def test_the_commands_run_as_they_are_written(tmp_path, monkeypatch, capsys, doc
             path = path if path.suffix else path / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_lines(path, [{"step": 1, **metrics_of(None)}])
-        assert main(words) == 0, words
+        assert main(arguments) == 0, arguments
     assert "nothing wrong" in capsys.readouterr().out

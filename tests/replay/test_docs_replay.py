@@ -14,16 +14,16 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8").partition("\n## Replay\n")[2]
     (commands,) = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     launch, *replays = commands.splitlines()
-    words = shlex.split(launch)
-    assert words[:7] == ["python", "-m", "megatron_rc.launch", "--config", "count_up", "--nproc-per-node", "4"]
-    config, _ = configure([*words[3:5], *words[7:], "--cpu", f"--runs-dir={tmp_path}"], 4)
+    arguments = shlex.split(launch)
+    assert arguments[:7] == ["python", "-m", "megatron_rc.launch", "--config", "count_up", "--nproc-per-node", "4"]
+    config, _ = configure([*arguments[3:5], *arguments[7:], "--cpu", f"--runs-dir={tmp_path}"], 4)
     assert (config.rollouts.save_rollouts, config.rollouts.save_log_probs) == ("records", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "records").mkdir()
     save_rollouts(scored_batch(), tmp_path / "records" / "step-0000003-replica-0000.safetensors")
     for replay in replays:
-        words = shlex.split(replay)
-        assert words[:3] == ["python", "-m", "megatron_rc.replay"]
-        assert main(words[3:]) == 0
+        arguments = shlex.split(replay)
+        assert arguments[:3] == ["python", "-m", "megatron_rc.replay"]
+        assert main(arguments[3:]) == 0
     assert "decoupled_token_is rollout_is_threshold=1.5" in capsys.readouterr().out
     assert (tmp_path / "replay.html").stat().st_size > 10000

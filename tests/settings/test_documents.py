@@ -37,8 +37,8 @@ TABLE = rows("docs/presets.md", "name | aliases | what it does | fields | paper"
 @pytest.mark.parametrize("cells", TABLE, ids=row_name)
 def test_a_preset_has_the_fields_of_its_row(cells):
     (name,), aliases, _, fields, _ = (quoted(cell) for cell in cells)
-    wanted = RolloutCorrectionConfig(**yaml.safe_load("\n".join(fields)))
-    assert RolloutCorrectionConfig.preset(name) == wanted
+    expected = RolloutCorrectionConfig(**yaml.safe_load("\n".join(fields)))
+    assert RolloutCorrectionConfig.preset(name) == expected
     assert aliases == [alias for alias, preset in ALIASES.items() if preset == name]
 
 

@@ -20,14 +20,14 @@ HEAD = "setting | default | for example | here | what differs"
 
 def tables():
     """The rows of each dialect's table, the first one in a section whose text before it names the dialect."""
-    found = {}
+    table_of_dialect = {}
     for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE):
         before, head, after = section.partition(f"| {HEAD} |\n")
         if head:
             name = re.search(r"[Dd]ialect `([\w-]+)`", before)[1]
-            assert name not in found
-            found[name] = rows_of(after)
-    return found
+            assert name not in table_of_dialect
+            table_of_dialect[name] = rows_of(after)
+    return table_of_dialect
 
 
 TABLES = tables()
@@ -40,10 +40,10 @@ def settings(cell):
     return yaml.safe_load(f"{{{text}}}")
 
 
-def read(given, dialect):
+def read(settings_of_program, dialect):
     """This package's fields; none if the settings are an error."""
     try:
-        return asdict(RolloutCorrectionConfig.from_dict(given, dialect=dialect))
+        return asdict(RolloutCorrectionConfig.from_dict(settings_of_program, dialect=dialect))
     except ValueError:
         return {}
 
@@ -57,14 +57,14 @@ def test_every_dialect_has_a_table_with_every_setting_once():
 def test_a_row(dialect, cells):
     (name,), (default,) = quoted(cells[0]), quoted(cells[1])
     assert yaml.safe_load(default) == BY_NAME[dialect].defaults[name]
-    given = settings(cells[2])
-    wanted = settings(cells[3])
-    got = read(given, dialect)
-    assert {field: got[field] for field in wanted} == wanted
+    example = settings(cells[2])
+    expected = settings(cells[3])
+    got = read(example, dialect)
+    assert {field: got[field] for field in expected} == expected
     # This setting has the effect, or the others cannot be read without it.
-    del given[name]
-    without = read(given, dialect)
-    assert {field: without.get(field, "an error") for field in wanted} != wanted
+    del example[name]
+    without = read(example, dialect)
+    assert {field: without.get(field, "an error") for field in expected} != expected
 
 
 def test_settings_of_verl_without_a_dialect():
@@ -74,32 +74,32 @@ def test_settings_of_verl_without_a_dialect():
     with pytest.warns(UserWarning, match="rollout_rs_threshold") as caught:
         config = RolloutCorrectionConfig.from_dict(example)
     (warning,) = caught
-    words = str(warning.message)
-    assert "dialect='megatron_rc'" in words
-    assert "dialect='verl'" in words
+    message = str(warning.message)
+    assert "dialect='megatron_rc'" in message
+    assert "dialect='verl'" in message
     for intervals in re.findall(r"\[[\d.]+, [\d.]+\]", section):
-        assert intervals in words
+        assert intervals in message
     assert config.rollout_rs_threshold == example["rollout_rs_threshold"]
     assert RolloutCorrectionConfig.from_dict(example, dialect="megatron_rc") == config
     assert RolloutCorrectionConfig.from_dict(near).rollout_rs_threshold == near["rollout_rs_threshold"]
 
 
 def test_flags_of_megatron_lm():
-    known = build_parser()._option_string_actions
+    flags_of_launcher = build_parser()._option_string_actions
     table = rows("docs/migrating.md", "flag | default | here")
     assert len(table) > 10
     for cells in table:
         is_here = cells[2].startswith(("the same", "short for", "bound of"))
         for flag in quoted(cells[0]):
-            assert (flag in known) == is_here, flag
+            assert (flag in flags_of_launcher) == is_here, flag
         for flag in quoted(cells[2]):
-            assert flag.split()[0] in known, flag
+            assert flag.split()[0] in flags_of_launcher, flag
 
 
 def test_kl_penalties_are_estimators_and_metrics_those_that_the_doctor_understands():
-    here = [name for cells in rows("docs/migrating.md", "`kl_loss_type` | here") for name in quoted(cells[1])]
-    assert sorted(here) == sorted(KL_ESTIMATORS)
+    estimators = [name for cells in rows("docs/migrating.md", "`kl_loss_type` | here") for name in quoted(cells[1])]
+    assert sorted(estimators) == sorted(KL_ESTIMATORS)
     table = PAGE.partition("\n## Names of metrics\n")[2]
     listed = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", table, flags=re.MULTILINE))
     others = [names for whose, names in NAMES_OF.items() if whose != "megatron_rc"]
-    assert listed == {name: here for names in others for name, here in names.items()}
+    assert listed == {name: own_name for names in others for name, own_name in names.items()}
