@@ -87,12 +87,17 @@ def test_values_out_of_range_are_reported_by_check(change, message):
 
 
 # The word of the message for a bad log-prob.
-BAD_WORDS = {"nan": "NaN", "-inf": "infinite", "0.0002": "positive"}
+BAD_WORDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "positive"}
 
 
 @pytest.mark.parametrize(
     ("policy", "value"),
-    [("train_log_probs", math.nan), ("rollout_log_probs", -math.inf), ("rollout_log_probs", 2e-4)],
+    [
+        ("train_log_probs", math.nan),
+        ("train_log_probs", math.inf),
+        ("rollout_log_probs", -math.inf),
+        ("rollout_log_probs", 2e-4),
+    ],
 )
 def test_the_lowest_bad_token_is_named(policy, value):
     tensors = arguments()

@@ -169,6 +169,7 @@ NOT_FITTING = {
     "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
     "sgd": ("", SGD, "was written with --optimizer adam"),
     "distributed": ("", *DISTRIBUTED, "was written without --use-distributed-optimizer"),
+    "plain": (*DISTRIBUTED, "", "was written with --use-distributed-optimizer"),
     "layers": ("", "--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
     "bias": ("", " ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
     "heads": ("", "--num-attention-heads=8", "another architecture than the policy (--num-attention-heads 8;"),
