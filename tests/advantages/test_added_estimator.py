@@ -155,3 +155,14 @@ def test_errors_list_it_and_what_it_needs_is_asked_of_it():
 def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MAXRL, **changed)
+
+
+def test_a_name_stands_for_one_estimator():
+    with pytest.raises(ValueError, match="'maxrl' is defined already"):
+        define(MAXRL)
+
+
+def test_a_reward_that_is_not_finite_is_not_hidden():
+    rewards = torch.tensor([1.0, math.nan, 0.0, 0.0])
+    advantages = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), estimator="maxrl")
+    assert advantages.isnan().tolist() == [True, True, False, False]

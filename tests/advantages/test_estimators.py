@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -749,3 +750,28 @@ def token_baselines_on_ranks():
 
 def test_optimal_token_baseline_on_shards(ranks):
     assert max(ranks.run(token_baselines_on_ranks, Layout(cp=2, dp=2))) < 1e-12
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_return_that_is_not_finite_shows_in_the_optimal_token_baseline(bad):
+    """Even if no other response has a token there, so that the baseline is 0. Other prompts are left alone."""
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    rewards = torch.tensor([[0.0, bad], [1.0, 0.0], [0.0, 2.0]])
+    log_probs = torch.full((3, 2), -1.0)
+    sum_pi_squared = torch.full((3, 2), 0.5)
+    estimated = optimal_token_baseline(rewards, log_probs, sum_pi_squared, mask, torch.tensor([0, 0, 1]))
+    assert (~estimated.advantages.isfinite()).tolist() == [[True, True], [True, False], [False, False]]
+    assert estimated.advantages[2].tolist() == [2.0, 2.0]
+
+
+def error_of_prompts_without_groups():
+    try:
+        group_advantages(torch.ones(2), torch.zeros(2, dtype=torch.int64), num_groups=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
+    for message in ranks.run(error_of_prompts_without_groups, Layout(dp=2)):
+        assert "num_groups=1 without groups" in message

@@ -236,3 +236,15 @@ def test_every_unit_has_both_log_probs(unit, monkeypatch):
     result = correct_rollouts(train, rollout, mask, config)
     assert 0 < want.sum() < mask.sum()
     assert torch.equal(result.mask, want)
+
+
+def test_a_name_stands_for_one_criterion_and_one_divergence():
+    with pytest.raises(ValueError, match="'seq_min_k1' is defined already"):
+        define(SEQ_MIN)
+    with pytest.raises(ValueError, match="'token' is defined already"):
+        define(Criterion(**SOUND | {"name": "token"}))
+    other_k3 = Divergence("k3", "another k3", of=torch.abs, least=0.0)
+    needs = {"needs": (Need("sum", other_k3),), "statistic": lambda values: values.sum(other_k3)}
+    with pytest.raises(ValueError, match="another divergence is named 'k3'"):
+        define(Criterion(**SOUND | needs))
+    assert SOUND["name"] not in CRITERIA

@@ -1,5 +1,6 @@
 """Inputs of the correction: errors that are raised at once, and errors that check() reports."""
 
+import contextlib
 import math
 
 import pytest
@@ -86,12 +87,17 @@ def test_values_out_of_range_are_reported_by_check(change, message):
 
 
 # The word of the message for a bad log-prob.
-BAD_WORDS = {"nan": "NaN", "-inf": "infinite", "0.0002": "positive"}
+BAD_WORDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "positive"}
 
 
 @pytest.mark.parametrize(
     ("policy", "value"),
-    [("train_log_probs", math.nan), ("rollout_log_probs", -math.inf), ("rollout_log_probs", 2e-4)],
+    [
+        ("train_log_probs", math.nan),
+        ("train_log_probs", math.inf),
+        ("rollout_log_probs", -math.inf),
+        ("rollout_log_probs", 2e-4),
+    ],
 )
 def test_the_lowest_bad_token_is_named(policy, value):
     tensors = arguments()
@@ -244,3 +250,21 @@ def test_turn_ids_are_one_a_token(turn_ids):
     values = torch.full((2, 3), -1.0)
     with pytest.raises(ValueError, match="turn_ids"):
         correct_rollouts(values, values, values < 0, RolloutCorrectionConfig(rollout_is="turn"), turn_ids=turn_ids)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_trainer_refuses_zero_log_probs_too(bypass):
+    log_probs = torch.full((1, 9), -1.0)
+    zeros = torch.zeros(1, 9)
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mode = {"bypass_mode": True, "loss_type": "reinforce"} if bypass else {}
+    config = RolloutCorrectionConfig(rollout_is="token", **mode)
+    for allowed in (False, True):
+        correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(), allow_zero_log_probs=allowed)
+        result = correction.plan(PlanInputs(None if bypass else log_probs, zeros, mask))
+        if bypass:
+            correction.in_loss(log_probs, zeros, mask)
+            correction.finish_step()
+            result = correction.step
+        with contextlib.nullcontext() if allowed else pytest.raises(ValueError, match="allow_zero_log_probs=True"):
+            result.check()

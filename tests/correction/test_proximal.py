@@ -37,6 +37,15 @@ def test_both_ends_are_exact():
     torch.testing.assert_close(interpolate(theta, rollout, very_old, updates=1), theta)
 
 
+def test_versions_in_between_are_weighed_by_their_distance():
+    """One step after weights that were s versions ahead of the token's: v_prox is s/(s + 1) of the way."""
+    theta = torch.full((4,), -1.0)
+    rollout = torch.full((4,), -3.0)
+    assert interpolate(theta, rollout, torch.tensor([0, 1, 3, 9]), 1).tolist() == pytest.approx([-3, -2, -1.5, -1.2])
+    after_two_steps = interpolate(theta, rollout, torch.tensor([1, 2, 2, 4]), 2)
+    assert after_two_steps.tolist() == pytest.approx([-7 / 3, -2, -2, -5 / 3])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_log_probs_of_a_model_round_no_log_prob_of_the_engine(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -181,6 +190,15 @@ def reference_update(name):
     """The reference's losses, gradients and metrics of an objective."""
     old_weights, new_weights = training_cases.weights()
     return training_oracle.update(OBJECTIVES[name], make_data(), old_weights, new_weights)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_data_are_not_vacuous(name):
+    expected = reference_update(name)
+    assert expected.policy[0]["log_ratio"] == 0, "the first update is on the proximal policy itself"
+    assert min(expected.policy[1]["low"], expected.policy[1]["high"]) > 0.05
+    assert 0.1 < expected.metrics[1]["rollout_rs_masked_fraction"] < 0.9
+    assert expected.metrics[1]["rollout_is_ratio_fraction_high"] > 0.1
 
 
 def flags_of(name, layout, folder, *more):

@@ -111,3 +111,8 @@ def test_one_of_whole_sequences_says_so():
     with pytest.raises(ValueError, match="define the objective with whole_sequences=True"):
         dataclasses.replace(GOOD, loss=centred)
     dataclasses.replace(GOOD, loss=centred, whole_sequences=True)
+
+
+def test_a_name_stands_for_one_objective():
+    with pytest.raises(ValueError, match="'tight' is defined already"):
+        define(TIGHT)

@@ -1,12 +1,13 @@
 """The KL penalty with an importance weight: each token's value and gradient, its limits, and shards."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from megatron_rc import PlanInputs, PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, kl_penalty
-from megatron_rc.loss.kl import WEIGHTED_KL_ESTIMATORS
+from megatron_rc.loss.kl import KL_ESTIMATORS, WEIGHTED_KL_ESTIMATORS
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support import one_step
@@ -89,3 +90,10 @@ def test_on_every_layout_the_gradient_is_that_of_the_kl(ranks, layout, mode):
     wanted = toy.gradient((reached(toy.engine) * after_prefixes).sum())
     found = sum(ranks.run(mean_gradient_of_a_rank, layout, mode))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_estimators_whose_mean_is_not_the_kl_take_no_weight():
+    tokens = torch.zeros(1, 2)
+    for estimator in set(KL_ESTIMATORS) - set(WEIGHTED_KL_ESTIMATORS):
+        with pytest.raises(ValueError, match=f"estimator='{re.escape(estimator)}' .*k1, k3"):
+            kl_penalty(tokens, tokens, estimator, rollout_log_probs=tokens)

@@ -299,7 +299,7 @@ def test_huge_logits_do_not_overflow(ranks, tp, dtype):
         assert_textbook(outcomes, batch, scale=1e3)
 
 
-@pytest.mark.parametrize(("tp", "bad"), [(1, -math.inf), (2, math.nan)])
+@pytest.mark.parametrize(("tp", "bad"), [(1, -math.inf), (1, math.inf), (2, math.nan)])
 def test_masked_positions_are_zero_whatever_stands_there(ranks, tp, bad):
     mask = torch.rand(2, 5, generator=torch.Generator().manual_seed(5)) < 0.5
     batch = make(torch.float32, mask=mask)
@@ -319,7 +319,7 @@ def test_masked_positions_are_zero_whatever_stands_there(ranks, tp, bad):
         assert not got_grad[~mask].any()
 
 
-@pytest.mark.parametrize(("tp", "label"), [(1, 10**6), (1, -1), (2, VOCABULARY), (2, -100)])
+@pytest.mark.parametrize(("tp", "label"), [(1, 10**6), (1, -1), (2, VOCABULARY), (2, PADDED), (2, -100)])
 def test_a_label_out_of_range_is_nan_and_spoils_nothing_else(ranks, tp, label):
     batch = make(mask=torch.ones(2, 5, dtype=torch.bool))
     wrong = replace(batch, labels=batch.labels.clone())

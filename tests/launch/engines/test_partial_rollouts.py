@@ -82,6 +82,13 @@ def spans(*parts):
     return [{"version": version, "start": start, "end": end} for version, start, end in parts]
 
 
+def test_each_token_has_the_version_of_its_span(server, tmp_path):
+    engine = given(VllmClient, server, tmp_path, 3, partial_rollouts=True)
+    engine._given = 5
+    server.always[ROUTE] = in_choice(weight_versions=spans(("4", 0, 2), ("4", 2, 2), ("5", 2, TOKENS)))
+    assert sample(engine)[0].versions == [4, 4, *[5] * (TOKENS - 2)]
+
+
 WRONG_SPANS = {
     "gap": (spans(("3", 0, 1), ("3", 2, TOKENS)), "'end': 4}, expected version, start 1 and an end of at most 4"),
     "short": (spans(("3", 0, 3)), "covers 3 of 4 tokens"),

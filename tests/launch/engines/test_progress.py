@@ -1,8 +1,10 @@
 """Rollout batches that are sampled at once: their limit of requests, their order, and what a restart repeats."""
 
+import asyncio
 import threading
 
 from megatron_rc.launch.engines import Progress
+from megatron_rc.launch.engines.requests import RequestLimit
 from megatron_rc.launch.engines.vllm_client import ROUTE, VllmClient
 from megatron_rc.records.rollout import SamplingParams
 from tests.launch.engines.test_servers import in_choice
@@ -76,3 +78,46 @@ def test_a_restarted_server_gets_its_weights_once(server, tmp_path):
         assert len(responses) == 8
     assert engine.restarts == 1
     assert server.paths().count("/collective_rpc") == 2, "the first weights, and once more"
+
+
+def test_a_request_that_is_cancelled_leaves_its_slot_to_others():
+    limit = RequestLimit(1)
+    taken = []
+
+    async def request(name, end):
+        async with limit.slot(0):
+            taken.append(name)
+            await end.wait()
+
+    async def scene():
+        ends = [asyncio.Event() for _ in range(4)]
+        tasks = [asyncio.create_task(request(name, end)) for name, end in zip("abcd", ends, strict=True)]
+        while not taken:
+            await asyncio.sleep(0.001)
+        tasks[1].cancel()  # it waits
+        tasks[0].cancel()  # it has its slot
+        while taken != ["a", "c"]:
+            await asyncio.sleep(0.001)
+        ends[2].set()
+        await tasks[2]
+        tasks[3].cancel()  # its slot is free, but it has not run since
+        await asyncio.gather(*tasks, return_exceptions=True)
+        ends[0].set()
+        await asyncio.wait_for(request("e", ends[0]), SECONDS)
+
+    asyncio.run(asyncio.wait_for(scene(), SECONDS))
+    assert taken[-1] == "e"
+
+
+def test_versions_are_counted_from_the_start_of_each_request(server, tmp_path):
+    """A request that waits for its turn during an update is not under way."""
+    engine = given(VllmClient, server, tmp_path, 0, partial_rollouts=True, concurrency=2)
+    server.together = threading.Barrier(3, timeout=SECONDS)
+    thread, _ = call(engine, 0, {}, number=6)
+    for number in (2, 4, 6):
+        wait_until(lambda least=number: len(asked(server)) == least and engine.open_samples.versions == 1)
+        engine.open_samples.updated(went_on=True)
+        assert engine.open_samples.versions == 2
+        server.together.wait()
+    thread.join(SECONDS)
+    assert engine.open_samples.versions == 1

@@ -185,3 +185,9 @@ def test_a_prompt_of_several_responses_is_read_once(engine):
     engine.sample(different, SamplingParams(), 1, 11)
     engine.sample([[3, 4, 5]] * 4, SamplingParams(), 1, 11)
     assert shapes == [(2, 40), (4, 3)]
+
+
+def test_the_same_seed_gives_the_same_responses(engine):
+    first, again, other = (engine.sample([[4], [5]] * 4, SamplingParams(), 8, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert [sample.token_ids for sample in first] != [sample.token_ids for sample in other]

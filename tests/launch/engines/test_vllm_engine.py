@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_rc.launch.engines.vllm_args import OWN, read_engine_args
 from megatron_rc.launch.engines.vllm_engine import VllmEngine, _devices, without_torchrun
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.rollouts import check_engine
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.records.rollout import SamplingParams
@@ -147,3 +149,23 @@ def test_the_collector_lets_the_engine_sleep_after_each_rollout():
     order.attach_mock(collector.engine.sleep, "sleep")
     collector.next_batch(3, mock.Mock(), mock.Mock())
     assert [name for name, *_ in order.mock_calls] == ["collect", "sleep"]
+
+
+def test_vllm_starts_in_a_process_of_its_own_without_torchruns_environment(tmp_path, monkeypatch):
+    """Else it would join the trainer's process group."""
+    of_torchrun = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in of_torchrun.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setitem(sys.modules, "vllm", mock.Mock(LLM=lambda **_: dict(os.environ)))
+    engine = VllmEngine(ModelDirectory(tmp_path / "weights", CONFIG, EOS), "fp32", ENDS, 16)
+    environment = engine._start("model")
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert not of_torchrun.keys() & environment.keys()
+    assert os.environ.items() >= (of_torchrun | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items()
+
+
+def test_vllm_loads_the_tokenizer_for_stop_strings_alone(tmp_path):
+    config, task = configure(flags(tmp_path, "--rollout-engine=vllm", "--rollout-stop=78"), 1)
+    assert make_engine(config, task.text, 0)._options["skip_tokenizer_init"] is False
+    assert make_engine(parse(tmp_path), CharacterText(), 0)._options["skip_tokenizer_init"] is True

@@ -240,6 +240,20 @@ def test_replies_that_are_none(game, tmp_path, name, error):
     assert {line["error"] for line in error_lines(tmp_path)} == {error}
 
 
+def test_a_reply_may_give_token_ids_and_a_reward(game):
+    sampled = game([[1, 2, 3, 4], [7] * 4], "--max-turns=2", f"--reply={REPLY}paid", "--reward=exact")
+    assert sampled.batch.tokens[:, 3].tolist() == [ASKED] * 4
+    assert sampled.batch.rewards.tolist() == [1 / 4 + 7 / 4, 2 / 4 + 7 / 4, 3 / 4 + 7 / 4, 4 / 4 + 7 / 4]
+    rewards_of_turns = torch.zeros(4, 16)
+    rewards_of_turns[:, 2] = torch.tensor([1, 2, 3, 4]) / 4  # the end of the first turn
+    assert torch.equal(sampled.batch.turn_rewards, rewards_of_turns)
+
+
+def test_stopping_at_a_failed_reply(game):
+    with pytest.raises(rewarder.RewardError, match=r"--reply .*number gave 5, .*--reward-errors continue"):
+        game([[1, 2, 3, 4]], "--max-turns=2", f"--reply={REPLY}number", "--reward-errors=stop")
+
+
 def test_evaluations_converse_too(game, tmp_path):
     sampler = make(tmp_path, [[1, 7], [2, 6]], "--max-turns=2", "--eval-interval=1", "--eval-problems=2")
     first, second = (problem.label for problem in sampler.task.problems(0, 2, held_out=True))

@@ -41,4 +41,4 @@ def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path, record):
     refuse("--seq-length 8 is too short: sample ", "--seq-length=8", "--max-response-length=4")
     refuse(r"--rl-default-temperature is 0\.5: set it alike", "--rl-default-temperature=0.5")
     record.write_bytes(record.read_bytes()[:-20])
-    refuse("the rollout of step 0 failed: ValueError")
+    refuse(r"the rollout of step 0 failed: ValueError: .*\.safetensors is cut off, damaged")

@@ -70,6 +70,29 @@ def test_damage_in_any_file_is_found_and_named(saved, tmp_path, spoil, reason):
             assert checked_checkpoint(spoilt, checksums=False)[0] == 2
 
 
+def is_refused_on(folder, rank):
+    """Whether one of two ranks, each of which reads its share of the files, refuses the newest checkpoint."""
+    try:
+        checked_checkpoint(folder, rank=rank, ranks=2)
+    except ValueError:
+        return True
+    return False
+
+
+def test_each_file_is_read_by_one_of_the_ranks(saved, tmp_path):
+    folder, _ = saved
+    readers = []
+    for path in iteration_folder(folder, 2).iterdir():
+        if path.name in (MANIFEST, "metadata.json"):
+            continue
+        spoilt = shutil.copytree(folder, tmp_path / path.name.strip("."))
+        flip_a_bit(iteration_folder(spoilt, 2) / path.name)
+        readers.append([rank for rank in range(2) if is_refused_on(spoilt, rank)])
+    assert [len(ranks_of_file) for ranks_of_file in readers] == [1] * len(readers)
+    assert [0] in readers
+    assert [1] in readers
+
+
 def steps_in_words(words):
     """Return the step that a trainer begins at, and what it warns of."""
     with logged() as warnings:

@@ -112,12 +112,18 @@ def test_an_older_checkpoint_can_be_gone_on_from(ranks, tmp_path):
 
 
 def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, tmp_path):
-    """A run that is killed before the new one has its name leaves the old one beside it."""
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
-    ranks.run(steps, Layout(), words, 1)
-    folder = iteration_folder(tmp_path / "save", 1)
-    folder.rename(folder.with_suffix(".replaced"))
-    assert ranks.run(reached, Layout(), words) == [1]
+    """A run that is killed before the new one has its name leaves the old one beside it; in its own folder alone."""
+    save = tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--load={save}")
+    ranks.run(steps, Layout(), [*words, f"--save={save}"], 1)
+    folder = iteration_folder(save, 1)
+    replaced = folder.rename(folder.with_suffix(".replaced"))
+    (error,) = ranks.run(refusal, Layout(), [*words, f"--save={tmp_path}/other"])
+    assert "names checkpoint 1, which is not complete" in error
+    assert replaced.is_dir()
+    link = tmp_path / "link"
+    link.symlink_to(save)
+    assert ranks.run(reached, Layout(), [*words, f"--save={link}"]) == [1]
 
 
 def grad_norms(words, batches, fused):

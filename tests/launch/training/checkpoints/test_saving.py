@@ -186,6 +186,15 @@ def run_where_it_is_full_for_a_while(words):
         return run_training(words)
 
 
+def test_a_save_that_fails_on_the_way_ends_the_run(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = [*LIVE, *layout.flags(), f"--save={tmp_path}/save", "--save-interval=1", "--train-iters=3"]
+    error = agreed(ranks.run(run_where_it_is_full_for_a_while, layout, flags(tmp_path, *words)))
+    assert error.startswith(f"SaveError: --save {tmp_path}/save: checkpoint 1 could not be written (")
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert iterations(tmp_path / "save") == []
+
+
 def test_a_save_that_fails_on_the_way_does_not_end_a_run_that_continues(ranks, tmp_path):
     """On one rank, which all hear of; in the background as well, where the failure is found later."""
     layout = Layout(dp=2)
