@@ -436,20 +436,3 @@ def test_vllm_in_this_process_reports_experts_and_kept_tokens():
     got = _to_sample(ask, output)
     assert got.routed_experts is None
     assert got.support is None
-
-
-@pytest.mark.parametrize("status", [403, 404])
-def test_a_vllm_without_the_route_of_token_ids_is_named(server, tmp_path, status):
-    server.route_status = status
-    with pytest.raises(EngineError, match=rf"{status}.*0\.32.*VLLM_SERVER_DEV_MODE=1 vllm serve .*--enable-scale-out"):
-        given(VllmClient, server, tmp_path)
-
-
-def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, tmp_path):
-    engine = given(SglangClient, server, tmp_path, 5)
-    server.always["/generate"] = in_meta(weight_version="absent")
-    for faults, swaps in (([(503, b"")], 1), ([], 0)):
-        server.faults["/generate"] = faults
-        server.seen.clear()
-        assert sample(engine)
-        assert server.paths().count("/update_weights_from_disk") == swaps

@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 from unittest import mock
 
 import pytest
@@ -149,20 +148,6 @@ def test_the_collector_lets_the_engine_sleep_after_each_rollout():
     order.attach_mock(collector.engine.sleep, "sleep")
     collector.next_batch(3, mock.Mock(), mock.Mock())
     assert [name for name, *_ in order.mock_calls] == ["collect", "sleep"]
-
-
-def test_vllm_starts_in_a_process_of_its_own_without_torchruns_environment(tmp_path, monkeypatch):
-    """Else it would join the trainer's process group."""
-    of_torchrun = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in of_torchrun.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setitem(sys.modules, "vllm", mock.Mock(LLM=lambda **_: dict(os.environ)))
-    engine = VllmEngine(ModelDirectory(tmp_path / "weights", CONFIG, EOS), "fp32", ENDS, 16)
-    environment = engine._start("model")
-    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
-    assert not of_torchrun.keys() & environment.keys()
-    assert os.environ.items() >= (of_torchrun | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items()
 
 
 def test_vllm_loads_the_tokenizer_for_stop_strings_alone(tmp_path):

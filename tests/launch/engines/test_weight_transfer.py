@@ -463,32 +463,9 @@ def test_a_server_that_was_started_again_ends_the_run(either, tmp_path, finds_it
         finds_it(engine)
 
 
-# Path, change of its answer, and message.
-UNFIT = {
-    StreamServer: (
-        "/server_info",
-        lambda answer: {"vllm_config": answer["vllm_config"] | {"weight_transfer_config": None}},
-        r"--rollout-weight-transfer.*--weight-transfer-config",
-    ),
-    SglangStreamServer: (
-        "/get_server_info",
-        lambda answer: answer | {"pp_size": 2},
-        r"has 2 pipeline stages.*--pp-size",
-    ),
-}
-
-
-def test_a_server_that_cannot_take_streams_is_told_how_to_start(either, tmp_path):
-    path, change, message = UNFIT[type(either)]
-    either.always[path] = change
-    engine, _ = made(either, tmp_path)
-    with pytest.raises(EngineError, match=message):
-        engine.begin_update(0)
-
-
 def test_another_trainers_groups_of_sglang_have_names_of_their_own(tmp_path):
     with running(kind=SglangStreamServer) as server:
         for version in (3, 4):
-            give(*made(server, tmp_path), version)
+            give(*make_engine_and_senders(server, tmp_path), version)
         assert len({body["group_name"] for path, body in server.seen if path == server.joins}) == 4
         assert {body["abort_all_requests"] for path, body in server.seen if path == "/update_weight_version"} == {False}

@@ -124,18 +124,3 @@ def test_a_run_with_both(ranks, tmp_path, layout):
         assert {"rollout/replaced_prompts", "rollout/flat_prompts", "reward/nonzero_advantages", "grad_norm"} <= set(
             row
         )
-
-
-def test_the_same_prompts_are_not_drawn_again(tmp_path):
-    made = sampler(tmp_path, "--dynamic-sampling=2")
-    drawn = []
-    problems = made.task.problems
-
-    def counted(start, count, held_out=False):
-        drawn.extend(range(start, start + count))
-        return problems(start, count, held_out)
-
-    made.task.problems = counted
-    for step in range(6):
-        made.sample(step)
-    assert len(drawn) == len(set(drawn)) > 6 * 4

@@ -152,13 +152,3 @@ def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
     assert [len(list(folder.iterdir())) for folder in folders] == [1, 3, 1]
     assert folders[0].name == "eval"
     assert [written(folder / "step-0000000.jsonl")[0]["reward"] for folder in folders] == [0.0, 1.0, 0.5]
-
-
-def test_responses_that_could_not_be_scored_are_counted(tmp_path):
-    outcomes = [Outcome(failure="raised ValueError: no"), Outcome(1.0)]
-    broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], outcomes)
-    sums = sums_by_name([broken, graded(1, 1)], 2, [])
-    assert metrics_of(sums, 2)["eval/reward_errors"] == 1
-    write([broken], config_of(tmp_path), 6)
-    line = json.loads((tmp_path / "mine" / "eval" / "step-0000006.jsonl").read_text().splitlines()[0])
-    assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")

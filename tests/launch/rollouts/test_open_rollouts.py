@@ -216,27 +216,6 @@ def test_a_resumed_run_asks_for_what_is_missing(ranks, tmp_path, layout, more, s
             assert torch.equal(record.policy_versions[index][mask], batch.policy_versions[row][mask[:length]])
 
 
-def test_experts_and_kept_tokens_come_back_too(made, tmp_path):
-    before = made()
-    after = made()
-    experts = torch.randint(0, 99, (5, 3, 2), dtype=torch.int16)
-    support = torch.tensor([3, 4, 9, 9, 5, 9]).int(), torch.tensor([2, 1, 2, 1]).int()
-    sample = response([3, 9, 9, 9], [4] * 4, routed_experts=experts, support=support)
-    params = SamplingParams(top_p=0.9)
-    before.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0] = sample
-    through_a_checkpoint(before, after, tmp_path / "step", 4)
-    restored = after.progress(4, 1, PROMPTS, params, LONGEST, ENDS).samples[0]
-    assert torch.equal(restored.routed_experts, experts)
-    assert [values.tolist() for values in restored.support] == [values.tolist() for values in support]
-
-
-def test_bad_responses_are_not_kept(made, tmp_path):
-    before = made()
-    bad = [response([], []), response([3, 9, 9, 9], [4] * 4, fault="the log-prob is nan")]
-    before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS).samples.update(enumerate(bad))
-    assert through_a_checkpoint(before, made(), tmp_path / "step", 4) == []
-
-
 def test_responses_that_end_otherwise_now_are_asked_for_again(made, tmp_path):
     before = made()
     call = before.progress(4, 1, PROMPTS, SamplingParams(), LONGEST, ENDS)

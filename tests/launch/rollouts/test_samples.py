@@ -191,14 +191,6 @@ def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]
 
 
-@pytest.mark.parametrize("kind", LOG_PROBS)
-@pytest.mark.parametrize("policy", ["stop", "drop"])
-def test_log_probs_that_the_correction_rejects_are_no_matter_of_the_sample(tmp_path, kind, policy):
-    bad, _ = LOG_PROBS[kind]
-    words = ("--bad-log-probs=reject_token", f"--bad-samples={policy}")
-    assert ask(good_samples(tmp_path, Engine([GOOD, bad]), *words)) == [GOOD, bad]
-
-
 def test_bad_responses_are_counted_for_the_thread_that_asked(tmp_path):
     """An evaluation on another thread does not count in the batch that is sampled meanwhile."""
     samples = good_samples(tmp_path, Engine([GOOD, BAD["empty"][0], GOOD]), "--bad-samples=drop")

@@ -242,7 +242,7 @@ def test_replies_that_are_none(game, tmp_path, name, error):
 
 def test_a_reply_may_give_token_ids_and_a_reward(game):
     sampled = game([[1, 2, 3, 4], [7] * 4], "--max-turns=2", f"--reply={REPLY}paid", "--reward=exact")
-    assert sampled.batch.tokens[:, 3].tolist() == [ASKED] * 4
+    assert sampled.batch.tokens[:, 3].tolist() == [PROMPT] * 4
     assert sampled.batch.rewards.tolist() == [1 / 4 + 7 / 4, 2 / 4 + 7 / 4, 3 / 4 + 7 / 4, 4 / 4 + 7 / 4]
     rewards_of_turns = torch.zeros(4, 16)
     rewards_of_turns[:, 2] = torch.tensor([1, 2, 3, 4]) / 4  # the end of the first turn
