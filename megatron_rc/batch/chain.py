@@ -41,7 +41,7 @@ from megatron_rc.correction.sequences import (
 )
 from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.correction.weights import normalization
-from megatron_rc.measures.data import first_bad_key, key_ids
+from megatron_rc.measures.data import first_bad_keys, key_ids
 from megatron_rc.measures.header import BatchHeader, TokenMeasures
 from megatron_rc.measures.histogram import NUM_BINS, add_to_bins
 from megatron_rc.measures.measure import LocalSums, measure_batch
@@ -223,7 +223,7 @@ def sequence_sums(
     compiled_shape = None
     bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=shards.device)
     block_numbers = []
-    bad_keys = []  # for each block the key of its first unusable token
+    bad_keys = []  # for each block the two keys of its first unusable token
     for index, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
             # A program is made for one shape: for all blocks of the first shape.
@@ -237,7 +237,7 @@ def sequence_sums(
         if result.weights is not None:
             weights.put(index, block, result.weights)
         add_to_bins(bins, result.log_ratio)
-        bad_keys.append(first_bad_key(tokens, result.bad, shards.parts[index], block, ids))
+        bad_keys.append(first_bad_keys(tokens, result.bad, shards.parts[index], block, shards, ids))
         block_numbers.append(result.numbers)
 
     sums, totals, moments = join_blocks([numbers.sums for numbers in block_numbers], config)
@@ -248,7 +248,7 @@ def sequence_sums(
         totals=totals,
         bins=bins,
         distances=distances_of_blocks[0] if one_block else torch.stack(distances_of_blocks).sum(0),
-        first_bad_key=bad_keys[0] if one_block else torch.stack(bad_keys).amin(),
+        first_bad_keys=bad_keys[0] if one_block else torch.stack(bad_keys).amin(0),
     )
     return LocalSums(
         shards=shards,

@@ -1,10 +1,10 @@
 """Checks of the data: counts of impossible values on every rank, and the errors that they raise on the host.
 
-An unusable log-prob is found without looking at the host, and named alike on every rank. Each unusable token has a key;
-the smallest one of all ranks wins. It is id · 25 · 2²⁷ + 25 · position + 5 · kind + kind, with the kinds of log π_train
-and of log π_rollout (:func:`megatron_rc.numerics.log_prob_kinds`). With ids below 2²¹ and positions below 2²⁷ a key is
-exact in float64. Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place
-of its upper bits.
+An unusable log-prob is found without looking at the host, and named alike on every rank. Each unusable token has the
+number id · 2²⁷ + position and two keys, 5 · number + kind, with the kinds of log π_train and of log π_rollout
+(:func:`megatron_rc.numerics.log_prob_kinds`). The smallest keys of all ranks are those of the token with the lowest
+number. With ids below 2²¹ and positions below 2²⁷ a key is exact in float64. Without sequence ids, the id is the local
+index, and the rank that holds the sequence takes the place of its upper bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _NUM_POSITIONS = 2**27
-_KINDS = ("infinite", "usable", "positive", "infinite", "NaN")
+# Both kinds of a token are usable only if several tokens share its number, so that each hides the other's kind.
+_KINDS = ("infinite", "not usable", "positive", "infinite", "NaN")
 _NO_NUMBER = NUM_SEQUENCE_IDS * _NUM_POSITIONS  # id · 2²⁷ + position of a token is below
-NO_KEY = _NO_NUMBER * NUM_KINDS**2  # every key is below
+NO_KEY = _NO_NUMBER * NUM_KINDS  # every key is below
 _LOCAL_IDS = 2**11  # sequences that a rank can tell apart if none has an id
 # In the order of PER_SEQUENCE.
 _RANGES = (
@@ -54,27 +55,27 @@ def key_ids(shards: Shards) -> Tensor:
     return ids
 
 
-def first_bad_key(tokens: Tokens, bad: Tensor, part: Part, block: Block, ids: Tensor) -> Tensor:
-    """Return the smallest key of an unusable token of a block, 0-D int64; without one a number from NO_KEY on.
+def first_bad_keys(tokens: Tokens, bad: Tensor, part: Part, block: Block, shards: Shards, ids: Tensor) -> Tensor:
+    """Return the keys of the first unusable token of a block, [2] int64; without one numbers from NO_KEY on.
 
     Args:
         tokens: the tokens of the block.
         bad: bool, the unusable ones.
         part: the micro-batch that the block is of.
         block: the block.
+        shards: the local tokens.
         ids: :func:`key_ids` of all local sequences.
     """
-    positions = part.layout.block_positions(block, tokens.mask.device)
+    positions = part.layout.block_positions(block, shards.counting)
     numbers = torch.add(positions, block.expand(ids[part.sequences]), alpha=_NUM_POSITIONS)
     if not numbers.numel():
-        return numbers.new_full((), NO_KEY)
-    # Only the first unusable token is looked at. Without one it is any token, behind the number of every other.
+        return numbers.new_full((2,), NO_KEY)
+    # The kinds of only the first unusable token are computed. If there is none, it is any token, and its number is
+    # above every other.
     no_number = _number(_NO_NUMBER, tokens.mask.device, torch.int64)
     number, index = torch.where(bad, numbers, no_number).flatten().min(0, keepdim=True)
-    log_probs = torch.stack([tokens.train, tokens.rollout]).flatten(1)
-    train_kind, rollout_kind = log_prob_kinds(log_probs.index_select(1, index))
-    kinds = torch.add(rollout_kind, train_kind, alpha=NUM_KINDS)
-    return torch.add(kinds, number, alpha=NUM_KINDS**2).squeeze(0)
+    kinds = log_prob_kinds(tokens.log_probs.flatten(1).index_select(1, index))
+    return torch.add(kinds, number, alpha=NUM_KINDS).squeeze(1)
 
 
 def data_columns(sums: SequenceSums) -> dict[str, Tensor]:
@@ -132,7 +133,7 @@ def check_data(header: BatchHeader[float], config: RolloutCorrectionConfig, *, a
         if count:
             raise ValueError(f"{name}: {count:.0f} values of the batch are out of range, all must {remedy}")
     if config.bad_log_probs == "error" and data.bad_tokens:
-        raise ValueError(describe_bad_token(header.tokens.first_bad_key, data.bad_tokens, bool(data.has_default_ids)))
+        raise ValueError(describe_bad_token(header.tokens.first_bad_keys, data.bad_tokens, bool(data.has_default_ids)))
     if data.zero_log_probs and not allow_zero_log_probs:
         raise ValueError(
             f"rollout_log_probs: their sum is exactly 0 at the trained tokens of {data.zero_log_probs:.0f} sequences "
@@ -147,11 +148,11 @@ def check_data(header: BatchHeader[float], config: RolloutCorrectionConfig, *, a
         )
 
 
-def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
-    """Return one sentence for the error: the token of a key, the number of such tokens, and the remedy."""
-    number, kinds = divmod(int(key), NUM_KINDS**2)
+def describe_bad_token(keys: list[float], count: float, default_ids: bool) -> str:
+    """Return one sentence for the error: the token of two keys, the number of such tokens, and the remedy."""
+    number, train_kind = divmod(int(keys[0]), NUM_KINDS)
+    rollout_kind = int(keys[1]) % NUM_KINDS
     sample, position = divmod(number, _NUM_POSITIONS)
-    train_kind, rollout_kind = divmod(kinds, NUM_KINDS)
     policy, kind = ("training", train_kind) if train_kind != USABLE else ("rollout", rollout_kind)
     where = f"sample {sample}"
     if default_ids:

@@ -36,7 +36,7 @@ class TokenMeasures(Generic[N]):
     totals: dict[str, N]  # sums over valid tokens, by the names of measures.tokens.token_totals
     bins: Any  # [bins] histogram of log ρ, which has the tokens that are not valid in the bin of 0
     distances: Any  # [4] the test for shifted log-probs: :func:`megatron_rc.measures.shift.distances`
-    first_bad_key: N = smallest()  # the smallest key of an unusable token; without one a number that is no key
+    first_bad_keys: Any = smallest()  # [2] the keys of the first unusable token: :mod:`megatron_rc.measures.data`
 
 
 @dataclass(frozen=True)
