@@ -10,16 +10,20 @@ index, and the rank that holds the sequence takes the place of its upper bits.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.denominators import N
 from megatron_rc.correction.inputs import PER_SEQUENCE, Part, Shards
 from megatron_rc.correction.sequences import SequenceSums
 from megatron_rc.correction.tokens import Tokens
-from megatron_rc.measures.header import BatchHeader, DataSums
 from megatron_rc.measures.shift import find_lag
+from megatron_rc.measures.tokens import TokenMeasures
 from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, NUM_KINDS, NUM_SEQUENCE_IDS, USABLE, log_prob_kinds
+from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -38,6 +42,18 @@ _RANGES = (
     "be finite",
     "be finite",
 )
+
+
+@dataclass(frozen=True)
+class DataSums(Generic[N]):
+    """Counts of impossible data, and of differences between ranks, from which every rank finds the same errors."""
+
+    out_of_range: Any  # [6] sequences or tokens whose value was out of range, in the order of PER_SEQUENCE
+    bad_tokens: N  # tokens of the response mask without two usable log-probs
+    zero_log_probs: N  # sequences whose rollout log-probs sum to exactly 0
+    config_max: N = largest()  # the largest fingerprint of a rank's configuration
+    config_min: N = smallest()  # the smallest fingerprint
+    has_default_ids: N = largest()  # 1 if the sequences of any rank have no ids, else 0
 
 
 def key_ids(shards: Shards) -> Tensor:
@@ -124,23 +140,28 @@ def _number(value: float, device: torch.device, dtype: torch.dtype = torch.float
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def check_data(header: BatchHeader[float], config: RolloutCorrectionConfig, *, allow_zero_log_probs: bool) -> None:
+def check_data(
+    data: DataSums[float],
+    tokens: TokenMeasures[float],
+    config: RolloutCorrectionConfig,
+    *,
+    allow_zero_log_probs: bool,
+) -> None:
     """Raise ValueError for the first number that cannot be right; the numbers are equal on every rank."""
-    data = header.data
     if not data.config_min == data.config_max == config.fingerprint:
         raise ValueError("config: the RolloutCorrectionConfig differs between ranks: give every rank the same fields")
     for name, remedy, count in zip(PER_SEQUENCE, _RANGES, data.out_of_range, strict=True):
         if count:
             raise ValueError(f"{name}: {count:.0f} values of the batch are out of range, all must {remedy}")
     if config.bad_log_probs == "error" and data.bad_tokens:
-        raise ValueError(describe_bad_token(header.tokens.first_bad_keys, data.bad_tokens, bool(data.has_default_ids)))
+        raise ValueError(describe_bad_token(tokens.first_bad_keys, data.bad_tokens, bool(data.has_default_ids)))
     if data.zero_log_probs and not allow_zero_log_probs:
         raise ValueError(
             f"rollout_log_probs: their sum is exactly 0 at the trained tokens of {data.zero_log_probs:.0f} sequences "
             f"of more than {MAX_ZERO_LOG_PROBS} such tokens, as if the engine returned none and all are 0: ask it for "
             "log-probs; if they are right (greedy sampling), pass allow_zero_log_probs=True"
         )
-    lag = find_lag(header.tokens)
+    lag = find_lag(tokens)
     if lag:
         raise ValueError(
             f"the rollout log-probs are shifted by {lag:+d} position against the training log-probs: align both to the "

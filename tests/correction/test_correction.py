@@ -179,7 +179,7 @@ def trace_blocks(monkeypatch):
             return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(chain, "_compiled_block", functools.cache(chain._compiled_block.__wrapped__))
+    monkeypatch.setattr(chain, "compiled_block", functools.cache(chain.compiled_block.__wrapped__))
     return calls
 
 

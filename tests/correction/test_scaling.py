@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks import scaling, tracing
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
+from megatron_rc.measures.header import LENGTH_BUCKETS
 from megatron_rc.measures.histogram import NUM_BINS
-from megatron_rc.measures.measure import LENGTH_BUCKETS
 from megatron_rc.settings.criteria import CRITERIA
 from tests.support.paths import ROOT
 
