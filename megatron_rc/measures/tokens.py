@@ -62,6 +62,7 @@ def measured_tokens(decisions: TokenDecisions, config: RolloutCorrectionConfig) 
     quantities = token_quantities(decisions, config)
     columns = measured_columns(decisions, config)
     if decisions.weights is not None:
+        # Also of whole sequences: their mean weight is held against the bounds.
         raw_excess = raw_excess_name(config)
         columns[raw_excess] = quantities[raw_excess]
     return MeasuredTokens(
