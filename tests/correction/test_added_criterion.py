@@ -148,6 +148,7 @@ def test_shards_give_the_same(name, split):
 
 
 BOTH = Divergence("gap", "|p - q|", of=None, least=0.0, of_both=lambda p, q: (p.exp() - q.exp()).abs())
+SUM_OF_BOTH = {"needs": (Need("sum", BOTH),), "statistic": lambda values: values.sum(BOTH) / values.num_tokens}
 REQUIRED = ("name", "unit", "words", "bounds", "needs", "statistic")
 SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name": "another"}
 
@@ -202,6 +203,29 @@ def define_with(divergence):
 def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(divergence, changed, message):
     with pytest.raises(ValueError, match=f"divergence '{divergence.name}': .*{message}"):
         define_with(dataclasses.replace(divergence, **changed))
+
+
+@pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
+def test_every_unit_has_both_log_probs(unit, monkeypatch):
+    """The mean of |p - q| over each unit, in loops; a turn is a run of trained tokens."""
+    tested = {"tested": BOTH} if unit == "token" else {}
+    criterion = Criterion(**SOUND | SUM_OF_BOTH | tested | {"name": f"{unit}_gap", "unit": unit})
+    monkeypatch.setitem(CRITERIA, criterion.name, criterion)
+    train, rollout, mask = draw()
+    want = torch.zeros_like(mask)
+    for i, valid in enumerate(mask.tolist()):
+        runs: list[list[int]] = []
+        for t in (t for t in range(12) if valid[t]):
+            joins = runs and (unit == "sequence" or (unit == "turn" and runs[-1][-1] == t - 1))
+            runs[-1].append(t) if joins else runs.append([t])
+        for run in runs:
+            mean = sum(abs(math.exp(train[i, t]) - math.exp(rollout[i, t])) for t in run) / len(run)
+            assert abs(mean - 0.03) > 1e-4
+            want[i, run] = mean <= 0.03
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs=criterion.name, rollout_rs_threshold=0.03)
+    result = correct_rollouts(train, rollout, mask, config)
+    assert 0 < want.sum() < mask.sum()
+    assert torch.equal(result.mask, want)
 
 
 def test_a_name_stands_for_one_criterion_and_one_divergence():

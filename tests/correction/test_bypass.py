@@ -312,20 +312,3 @@ def test_versions_come_with_the_plan():
     correction.finish_step()
     correction.step.check()
     assert not [name for name in correction.step.metrics() if "staleness" in name]
-
-
-@pytest.mark.parametrize(
-    ("fields", "loss", "auxiliary", "message"),
-    [
-        ({"rollout_is_batch_normalize": True}, {"entropy_coef": 0.1}, False, "entropy_coef=0.1"),
-        ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "kl_coef=0.1"),
-        ({"rollout_is_batch_normalize": True}, {}, True, "rejection_denominator"),
-        ({"rollout_token_veto_threshold": 0.1}, {}, True, "rejection_denominator"),
-        ({}, {"algorithm": "ppo_clip"}, False, "algorithm='ppo_clip'.*loss_type='reinforce'"),
-        ({}, {"dual_clip": 3.0}, False, "dual_clip=3.0"),
-    ],
-)
-def test_combinations_that_cannot_be_exact_are_errors(fields, loss, auxiliary, message):
-    config = RolloutCorrectionConfig(**fields, bypass_mode=True, loss_type="reinforce")
-    with pytest.raises(ValueError, match=message):
-        RolloutCorrection(config, ALONE, loss=PolicyLossConfig(**loss), has_auxiliary_losses=auxiliary)

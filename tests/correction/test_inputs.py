@@ -15,7 +15,7 @@ from megatron_rc import (
 )
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import CASES, make_batch
-from tests.support.correction_comparison import config_of, numbers
+from tests.support.correction_comparison import config_of, numbers, use_blocks
 
 INTS = torch.zeros(12, dtype=torch.int64)
 # A version for each token: 1 at the only trained token of row 3, 0 elsewhere.
@@ -99,7 +99,10 @@ BAD_WORDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "pos
         ("rollout_log_probs", 2e-4),
     ],
 )
-def test_the_lowest_bad_token_is_named(policy, value):
+@pytest.mark.parametrize("is_cut", [False, True], ids=["one block", "a block for each row"])
+def test_the_lowest_bad_token_is_named(monkeypatch, policy, value, is_cut):
+    if is_cut:
+        use_blocks(monkeypatch, 16)
     tensors = arguments()
     for row, column in ((1, 5), (1, 9), (9, 0)):
         tensors["response_mask"][row, column] = True

@@ -1,4 +1,4 @@
-"""``RolloutCorrection(one_pass=True)``: one optimizer step a plan, and settings that need a pass are refused."""
+"""``RolloutCorrection(one_pass=True)``: one optimizer step a plan."""
 
 import pytest
 import torch
@@ -21,9 +21,8 @@ CONFIG = RolloutCorrectionConfig(
 )
 
 
-def one_pass(config=CONFIG, groups=None, **more):
-    loss = more.pop("loss", PolicyLossConfig())
-    return RolloutCorrection(config, groups or ParallelGroups(), loss=loss, one_pass=True, **more)
+def one_pass():
+    return RolloutCorrection(CONFIG, ParallelGroups(), loss=PolicyLossConfig(), one_pass=True)
 
 
 def test_the_correction_is_that_of_scores_that_were_known_before():
@@ -59,18 +58,3 @@ def test_a_plan_allows_one_step():
         correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
-
-
-@pytest.mark.parametrize(
-    ("fields", "loss", "auxiliary", "message"),
-    [
-        ({"bypass_mode": True}, {}, False, "one_pass=True.*bypass_mode=True"),
-        ({"proximal_interpolation": True}, {}, False, "one_pass=True.*proximal_interpolation=True"),
-        ({"rollout_rs": "group_any,token_k1", "rollout_rs_threshold": "0.5_2"}, {}, False, "rollout_rs=group_any"),
-        ({"rollout_is_batch_normalize": True}, {"kl_coef": 0.1}, False, "rollout_is_batch_normalize=True.*one_pass"),
-    ],
-)
-def test_settings_that_need_a_pass_are_refused(fields, loss, auxiliary, message):
-    config = RolloutCorrectionConfig(**({"rollout_is": "token"} | fields))
-    with pytest.raises(ValueError, match=message):
-        one_pass(config, loss=PolicyLossConfig(**loss), has_auxiliary_losses=auxiliary)

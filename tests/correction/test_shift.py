@@ -6,15 +6,13 @@ import torch
 from megatron_rc import (
     AgreedCounts,
     PlanInputs,
-    PolicyLossConfig,
-    RolloutCorrection,
     RolloutCorrectionConfig,
     collect_shards,
     correct_rollouts,
     sequence_sums,
 )
 from megatron_rc.measures.shift import MIN_DIFFERENT, MIN_PAIRS, find_lag
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel import SequenceLayout
 from megatron_rc.parallel.collectives import merged, on_host
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
@@ -110,19 +108,6 @@ def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
     parts = [list(tensor.chunk(pieces)) for tensor in (train, late, mask)]
     with pytest.raises(ValueError, match="shifted by"):
         correct_rollouts(*parts, CONFIG).check()
-
-
-@pytest.mark.parametrize(("lag", "count"), [(0, 16), (1, 16)])
-def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
-    train, rollout, mask = make_batch(shape=(count, 65), holes=0)
-    rollout = rollout.roll(lag, dims=1)
-    config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, loss_type="reinforce")
-    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-    correction.plan(PlanInputs(None, rollout, mask))
-    for part in zip(train.split(1), rollout.split(1), mask.split(1), strict=True):
-        correction.in_loss(*part)
-    correction.finish_step()
-    assert find_lag(correction.step.on_host.tokens) == lag
 
 
 @pytest.mark.parametrize(("shape", "trained", "packed"), [((512, 2048), 20, False), ((64, 2048), 30, True)])

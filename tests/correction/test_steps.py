@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import gc
 
 import pytest
 import torch
 
 from megatron_rc import (
+    MicroBatch,
     PlanInputs,
     StepError,
     masked_loss,
     wrap_finalize,
 )
+from megatron_rc.parallel import SequenceLayout
 from megatron_rc.parallel.collectives import on_host
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
@@ -174,6 +177,42 @@ def test_a_wrapped_function_is_not_wrapped_again(training):
         wrap_finalize(training.correction, training.finalize)
     # Another correction may wrap it.
     wrap_finalize(Training(training.mode).correction, training.finalize)
+
+
+def test_a_step_keeps_no_token():
+    """The numbers of a step are added up when a loss is made, so that they do not grow with the tokens."""
+    training = Training("bypass", CONFIG | {"rollout_is": "sequence"})
+    correction = training.correction
+    num_rows = 4
+    length = 2**14
+    rollout = torch.full((num_rows, length), -1.0)
+    layout = SequenceLayout.padded(num_rows, length)
+    plan = correction.plan(PlanInputs(None, [rollout] * 3, [rollout < 0] * 3))
+    scale = plan.loss_scale(num_microbatches=3)
+
+    def num_tensors_of_tokens():
+        gc.collect()
+        # By type(): some objects of other packages warn when they are asked for their class.
+        tensors = [candidate for candidate in gc.get_objects() if type(candidate) is torch.Tensor]
+        return sum(tensor.numel() == num_rows * length for tensor in tensors)
+
+    def run_micro_batch():
+        log_probs = torch.full_like(rollout, -1.1, requires_grad=True)
+        micro_batch = MicroBatch(
+            train_log_probs=None,
+            rollout_log_probs=rollout,
+            response_mask=rollout < 0,
+            layout=layout,
+            advantages=torch.ones(num_rows),
+        )
+        loss, _, _ = masked_loss(correction, micro_batch, log_probs, entropy=None, scale=scale)
+        loss.backward()
+
+    num_before = num_tensors_of_tokens()
+    for _ in range(3):
+        run_micro_batch()
+    assert num_tensors_of_tokens() == num_before
+    assert correction.finish_step() == 1
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "log_probs"])

@@ -27,9 +27,7 @@ def random_case(seed, shape=(5, 40)):
 def test_loss_and_gradient_are_those_of_loops(clip, weighed):
     values, returns, old, mask, weights = random_case(1)
     values.requires_grad_()
-    objective_of_values = value_loss(
-        values, returns, mask, old_values=old, clip=clip, weights=weights if weighed else None
-    )
+    value_objective = value_loss(values, returns, mask, old_values=old, clip=clip, weights=weights if weighed else None)
     objective = critic_oracle.Objective(clip=clip)
     total = 0.0
     clipped = 0
@@ -38,13 +36,13 @@ def test_loss_and_gradient_are_those_of_loops(clip, weighed):
         total = total + loss * (weights[row, t] if weighed else 1)
         clipped = clipped + is_clipped
     (want,) = torch.autograd.grad(total, values)
-    (got,) = torch.autograd.grad(objective_of_values.per_token.sum(), values)
-    torch.testing.assert_close(objective_of_values.per_token.sum(), total)
+    (got,) = torch.autograd.grad(value_objective.per_token.sum(), values)
+    torch.testing.assert_close(value_objective.per_token.sum(), total)
     torch.testing.assert_close(got, want)
     assert (clipped > 10) == (clip is not None)
     expected_metrics = {"clip_fraction": clipped / int(mask.sum()), "value_mean": values[mask].mean().item()}
     expected_metrics["return_mean"] = returns[mask].mean().item()
-    assert {name: metrics(objective_of_values)[f"critic/{name}"] for name in expected_metrics} == pytest.approx(
+    assert {name: metrics(value_objective)[f"critic/{name}"] for name in expected_metrics} == pytest.approx(
         expected_metrics
     )
 

@@ -8,6 +8,7 @@ is a mixture of them. Names and shapes are as in Megatron-Core's unsharded GPTMo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -359,10 +360,14 @@ def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[ora
     return [correct(data.mask)] * num_mini_batches
 
 
-def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
-    """Interpolated log π_prox, [n, s], after as many steps as there are mini-batches before the row's."""
+def proximal(data: Data, log_probs: torch.Tensor, rows: Iterable[int] | None = None) -> torch.Tensor:
+    """Interpolated log π_prox, [n, s], after as many steps as there are mini-batches before the row's.
+
+    Only in these rows, by default in all; the others have ``log_probs``.
+    """
     log_prox = log_probs.clone()
-    for row, steps in enumerate(data.mini_batch_ids.tolist()):
+    for row in range(len(log_probs)) if rows is None else rows:
+        steps = int(data.mini_batch_ids[row])
         for t, age in enumerate(data.ages[row].tolist()):
             # (v_prox - v_rollout) / (v_θ - v_rollout), in versions of the weights; without steps π_prox is π_θ.
             share = age / (age + steps) if steps else 1.0
@@ -509,6 +514,8 @@ def nearest_bound(objective: Objective, data: Data, row: int, new: torch.Tensor,
     # The correction's decisions compare π_train with π_rollout, those of the loss π_θ with the policy behind it.
     train = new if objective.bypass else old
     behind = data.rollout if objective.bypass else old
+    if objective.interpolation:
+        train = behind = proximal(data, new, [row])
     nearest = oracle.distance_to_bounds(
         [train[row].tolist()],
         [data.rollout[row].tolist()],
