@@ -41,29 +41,29 @@ def everything(prompt, response, label, record):
 
 
 def misbehave(prompt, response, label, record):
-    what, _, argument = response.partition(" ")
+    what, _, rest = response.partition(" ")
     if what == "sleep":
-        time.sleep(float(argument))
+        time.sleep(float(rest))
     elif what == "regex":  # holds the interpreter's lock
         re.match(r"(a+)+$", "a" * 40 + "b")
     elif what == "exit":
-        os._exit(int(argument))
+        os._exit(int(rest))
     elif what == "segfault":
         ctypes.string_at(0)
     elif what == "raise":
-        raise ValueError(argument)
+        raise ValueError(rest)
     elif what == "quit":
         sys.exit(4)
     elif what == "give":
-        return GIVEN[argument]
+        return GIVEN[rest]
     elif what == "print":
-        sys.stdout.write(argument * 100_000)
-        sys.stderr.write(argument * 100_000)
+        sys.stdout.write(rest * 100_000)
+        sys.stderr.write(rest * 100_000)
     elif what == "read":
         return len(input())
     elif what == "start":  # leaves another process running, and hangs
-        subprocess.Popen(["sleep", argument])
-        time.sleep(float(argument))
+        subprocess.Popen(["sleep", rest])
+        time.sleep(float(rest))
     elif what == "fork":  # both processes return
         os.fork()
     elif what == "heavy":
