@@ -36,7 +36,6 @@ def test_conditions_are_read(text, parts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has an empty value"),
         (f"{KL} = 0.5", "expected 'METRIC < NUMBER for STEPS', with <, <=, > or >="),
         (f"{KL} > 0.5 and lr < 1", "expected 'METRIC < NUMBER"),
         (f"{KL} > nan", "expected 'METRIC < NUMBER"),
