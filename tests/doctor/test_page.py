@@ -7,12 +7,13 @@ import pytest
 
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.programs import NAMES_OF
 from megatron_rc.doctor.report import GRADES, HEALTHY, TOO_LITTLE, UNUSABLE, WRONG, in_words
 from megatron_rc.doctor.rules import BY_NAME, RULES
 from megatron_rc.measures.shift import MIN_PAIRS
 from tests.doctor.test_inputs import metrics_of, write_lines
 from tests.doctor.test_report import report_of
-from tests.settings.test_documents import rows
+from tests.settings.test_documents import quoted, rows
 from tests.support.paths import ROOT
 from tests.support.tables import table
 
@@ -35,6 +36,16 @@ def test_the_tables_are_those_of_the_code():
     order = list(BY_NAME)
     for rule in RULES:
         assert all(order.index(name) < order.index(rule.name) for name in rule.unless)
+
+
+def test_names_of_metrics_are_those_of_the_code():
+    programs = ("verl", "slime", "nemo-rl", "trl", "prime-rl")
+    listed = {program: {} for program in programs}
+    for here, *others in rows("docs/doctor.md", "here | verl | slime | NeMo-RL | TRL | prime-rl"):
+        if here.startswith("`"):  # the last row has the fields of records
+            for program, cell in zip(programs, others, strict=True):
+                listed[program] |= dict.fromkeys(quoted(cell), here.strip("`"))
+    assert listed == {program: dict(names) for program, names in NAMES_OF.items() if program != "megatron_rc"}
 
 
 # Words of the page around a threshold #, the number that it bounds, and other numbers that the rule needs.
