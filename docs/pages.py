@@ -1,6 +1,6 @@
 """What the site has beside what its Markdown files say: it is read from the code when ``make docs`` builds.
 
-docs/flags.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they were
+docs/launching.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they were
 written. On GitHub the page says where else the lists can be read. Each name of docs/api.md becomes its docstring, and
 the tables of docs/index.md the table of contents.
 """
