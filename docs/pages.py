@@ -1,8 +1,8 @@
 """What the site has beside what its Markdown files say: it is read from the code when ``make docs`` builds.
 
-docs/launching.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they were
-written. On GitHub the page says where else the lists can be read. Each row of the table in docs/api.md becomes a section
-with the docstrings of its names, and the tables of docs/index.md the table of contents.
+docs/launching.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they
+were written. On GitHub the page says where else the lists can be read. Each row of the table in docs/api.md becomes a
+section with the docstrings of its names, and the tables of docs/index.md the table of contents.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ def test_the_tables_are_those_of_the_code():
 
 def test_names_of_metrics_are_those_of_the_code():
     listed = {}
-    for program, cell, _ in rows("docs/doctor.md", "program | metrics (the name here) | log-probs and mask of a record"):
-        listed[program.lower()] = {
-            name: here for names, here in re.findall(r"([^;]+) \(`(\w+)`\)", cell) for name in quoted(names)
-        }
+    head = "program | metrics (the name here) | log-probs and mask of a record"
+    for program, cell, _ in rows("docs/doctor.md", head):
+        names_of_fact = re.findall(r"([^;]+) \(`(\w+)`\)", cell)
+        listed[program.lower()] = {name: fact for names, fact in names_of_fact for name in quoted(names)}
     assert listed == {program: dict(names) for program, names in NAMES_OF.items() if program != "megatron_rc"}
 
 
@@ -104,7 +104,7 @@ def test_the_thresholds_are_those_of_the_code(name, words, fact, others):
 
 
 def test_the_example_is_what_is_said():
-    """Its numbers aside, which may differ in the last digit from machine to machine. A line … stands for other lines."""
+    """Its numbers aside, whose last digit may differ from machine to machine. A line … stands for other lines."""
     example = re.search(r"^## What it says\n\n```text\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
     lines = [line for line in example.splitlines() if line.strip() not in ("", "…")]
     assert len(lines) > 12
