@@ -265,7 +265,7 @@ def in_words(numbers, digits=2):
 
 def of_strong_mismatches():
     """(section, words in it) of docs/study.md."""
-    for how in "token_tis uncorrected token_tis_norm icepop geo_rs_token_tis seq_rs bypass bypass_pg".split():
+    for how in ("token_tis", "uncorrected"):
         yield "The corrections", in_words(mean_of(kind, how) for kind in KINDS)
     for kind in KINDS:
         yield "The corrections", in_words(mean_of(kind, how) for how in ("seq_tis", "seq_tis_10", "seq_is"))
