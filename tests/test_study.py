@@ -391,8 +391,6 @@ def test_other_pages_have_the_mean_rewards():
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("## What the study found")[2]
     for title, how in CHOOSING.items():
         assert f"| {title} | {' | '.join(f'{mean_of(kind, how):.2f}' for kind in KINDS)} |" in page
-    for how in ("geo_rs_grown", "uncorrected", "geo_rs_published", "seq_tis"):
-        assert f"at {mean_of('rounding_long', how, 'count_on'):.2f}" in page
     kinds = [(kind, how) for kind in ("staleness", "rounding") for how in ("uncorrected", "token_tis")]
     shown = "(?s)" + ".*".join(re.escape(f"{mean_of(*kind):.2f}") for kind in kinds)
     assert re.search(shown, (ROOT / "README.md").read_text(encoding="utf-8"))
