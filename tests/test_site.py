@@ -127,12 +127,11 @@ def test_the_page_on_launching_has_every_launch_file():
 RUN_BY = {
     "README.md": ("test_docs.py", 3),
     "docs/adaptors.md": ("adaptors/pages.py", 5),
-    "docs/advantages.md": ("test_docs.py", 3),
     "docs/data.md": ("launch/test_own_modules.py", 2),
     "docs/attribution.md": ("attribution/test_attribute.py", 1),
     "docs/library.md": ("test_docs.py", 8),
     "docs/models.md": ("launch/test_export.py", 1),
-    "docs/presets.md": ("test_docs.py", 1),
+    "docs/presets.md": ("test_docs.py", 4),
     "docs/rollouts.md": ("test_docs.py", 3),
     "docs/choosing.md": ("test_why_example.py", 1),
 }
