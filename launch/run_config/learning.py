@@ -63,7 +63,7 @@ class AdvantageSection(Section):
     """Estimator of advantages, its baseline, and changes to rewards before it."""
 
     advantage_estimator: str = option(
-        "estimator of advantages from rewards, or python:pkg.module:OBJECT; see docs/advantages.md",
+        "estimator of advantages from rewards, or python:pkg.module:OBJECT; see docs/presets.md",
         default="grpo",
         choices=(*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS),
         read=known_estimator,
