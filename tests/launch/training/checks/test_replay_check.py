@@ -110,11 +110,9 @@ def dense_layer_at_the_end(routes):
 
 WRONG = {
     "shifted by one token": lambda routes: shifted(routes, 1),
-    "shifted back by one token": lambda routes: shifted(routes, -1),
     "layers reversed": lambda routes: routes[:, :, [DENSE, *LAYERS[::-1]]],
     "of another sample": lambda routes: routes.roll(1, dims=0),
     "dense layer at the wrong end": dense_layer_at_the_end,
-    "constant": lambda routes: torch.arange(TOP_K).short().expand(routes.shape).clone(),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rc.launch import report
 from megatron_rc.launch.training.reporting import history as reporting_history
+from megatron_rc.launch.training.reporting import run_page
 from megatron_rc.launch.training.reporting.history import MOST_ROWS
 from megatron_rc.launch.training.reporting.panels import page_charts, picture_charts
 from megatron_rc.launch.training.reporting.run_page import draw_run, history_of
@@ -53,6 +54,13 @@ def drawn(folder, ending=None):
     """The page's HTML, after the run was drawn."""
     draw_run(folder, *history_of(folder), ending)
     return (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def without_charts(monkeypatch):
+    """Drawing takes a second; most tests look at words alone."""
+    monkeypatch.setattr(run_page, "page_charts", lambda series: [])
+    monkeypatch.setattr(run_page, "picture_of", lambda name, charts: b"")
 
 
 def curves_of(charts):
@@ -173,6 +181,7 @@ def test_many_rows_cost_seconds(tmp_path, monkeypatch, capsys, steps, most, limi
     assert (folder / "report.html").stat().st_size < 1_000_000
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_the_doctors_verdicts_have_the_steps_at_which_they_came_and_went(tmp_path):
     rows = list(made_rows(200))
     for row in rows[80:120]:
@@ -187,6 +196,7 @@ def test_the_doctors_verdicts_have_the_steps_at_which_they_came_and_went(tmp_pat
     assert "as close as rounding" in text, "at the end"
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_drift_is_found(tmp_path):
     rows, _ = drifting_run(3)
     text = drawn(run_folder(tmp_path, rows))
@@ -194,6 +204,7 @@ def test_a_drift_is_found(tmp_path):
     assert "<td>the end</td>" in text
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_names_and_answers_of_any_kind_stay_text(tmp_path):
     folder = run_folder(tmp_path / "run", made_rows(2))
     (folder / "eval").mkdir()
@@ -221,6 +232,7 @@ def test_a_run_without_a_step_has_a_page(tmp_path, text):
     assert not (tmp_path / "summary.png").exists()
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("settings", [b"\xff\xfe", b"a: [", b"a: " + b"[" * 1000, b"x: 2026-99-99"], ids=range(4))
 def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
     folder = run_folder(tmp_path / "my_run", made_rows(2))
@@ -228,6 +240,7 @@ def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
     assert "<title>my_run</title>" in drawn(folder)
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_the_command_draws_a_run_and_keeps_what_the_run_said_of_its_end(tmp_path, capsys):
     folder = run_folder(tmp_path, made_rows(3))
     drawn(folder, 'failed: "x" </script>')
@@ -238,6 +251,7 @@ def test_the_command_draws_a_run_and_keeps_what_the_run_said_of_its_end(tmp_path
     assert "After step" not in drawn(run_folder(tmp_path, made_rows(4)))
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_page_that_cannot_be_written_ends_the_command_with_1(tmp_path, capsys):
     folder = run_folder(tmp_path, made_rows(3))
     (folder / "report.html.partial").mkdir()
@@ -257,6 +271,7 @@ def test_metrics_that_cannot_be_read_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/metrics.jsonl could not be read (Input/output error)\n"
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_answers_that_cannot_be_read_are_left_out(tmp_path):
     folder = run_folder(tmp_path, made_rows(2))
     (folder / "eval" / "step-0000002.jsonl").mkdir(parents=True)
