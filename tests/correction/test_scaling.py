@@ -1,14 +1,12 @@
 """On thousands of ranks, simulated: which collectives are made, and how large; benchmarks/SCALING.md says so.
 
-Fake process groups stay out of the test session: the traces come from a process of their own, which is this file run as
-a program.
+Fake process groups stay out of the test session: the traces come from a process of their own.
 """
 
 import itertools
 import json
+import logging
 import re
-import subprocess
-import sys
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,7 +17,9 @@ from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
 from megatron_rc.measures.histogram import NUM_BINS
 from megatron_rc.measures.measure import LENGTH_BUCKETS
 from megatron_rc.settings.criteria import CRITERIA
+from tests.support.forked import ForkedCall
 from tests.support.paths import ROOT
+from tests.support.runs import finish
 
 SMALL = LAYOUTS[2]
 LARGE = LAYOUTS[3]
@@ -91,12 +91,19 @@ def trace_gathering(batch, layout, groups):
         return scaling.trace(CASES["token IS"], batch, layout, groups)
 
 
+def write_traces(path):
+    """Write all traces, in a process of its own."""
+    logging.disable(logging.WARNING)
+    path.write_text(json.dumps(list(trace_all())))
+
+
 @pytest.fixture(scope="module")
-def traces():
-    command = [sys.executable, "-W", "ignore", "-m", "tests.correction.test_scaling"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    return {Traced(*key): [Call(*call) for call in calls] for key, calls in json.loads(done.stdout)}
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    path = folder / "traces.json"
+    code, _, errors = finish(ForkedCall(folder, write_traces, path))
+    assert code == 0, errors
+    return {Traced(*key): [Call(*call) for call in calls] for key, calls in json.loads(path.read_text())}
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +185,3 @@ def test_no_collective_in_a_group_of_one(document):
     alone = scaling.Layout(tp=8, cp=1, pp=1, dp=4)
     assert {call.group for call in scaling.expected(formulas, BASE, alone, True)} == {"dp_cp"}
     assert scaling.expected(formulas, BASE, scaling.Layout(tp=8, cp=1, pp=1, dp=1), True) == []
-
-
-if __name__ == "__main__":
-    import logging
-
-    logging.disable(logging.WARNING)
-    sys.stdout.write(json.dumps(list(trace_all())))

@@ -81,13 +81,13 @@ def logits(
     routers: list[torch.Tensor] | None = None,
     routes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits of one sequence's next tokens, [s, vocabulary].
+    """Logits of the sequences' next tokens, [n, s, vocabulary].
 
     Args:
         weights: the model.
-        tokens: [s].
-        routers: a list to which each layer's router logits, [s, experts], are added.
-        routes: [s, layers, top_k] experts that are forced on a token; negative: the token's router chooses.
+        tokens: [n, s]; every sequence has s tokens.
+        routers: a list to which each layer's router logits, [n, s, experts], are added.
+        routes: [n, s, layers, top_k] experts that are forced on a token; negative: the token's router chooses.
     """
     # The embeddings are the output layer too; its padding is cut off.
     output_layer = weights["embedding.word_embeddings.weight"][:VOCABULARY]
@@ -100,7 +100,7 @@ def last_hidden(
     routers: list[torch.Tensor] | None = None,
     routes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hidden states after the last norm, [s, hidden]; the arguments are those of :func:`logits`."""
+    """Hidden states after the last norm, [n, s, hidden]; the arguments are those of :func:`logits`."""
     hidden = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):
         prefix = f"decoder.layers.{layer}."
@@ -111,7 +111,7 @@ def last_hidden(
             hidden = hidden + gated(of_layer, "mlp.", mlp_input)
             continue
         router = mlp_input @ of_layer["mlp.router.weight"].T
-        forced = None if routes is None else routes[:, layer]
+        forced = None if routes is None else routes[..., layer, :]
         hidden = hidden + mixture(of_layer, mlp_input, router, forced)
         if routers is not None:
             routers.append(router)
@@ -134,13 +134,12 @@ def mixture(
 ) -> torch.Tensor:
     """Output of the layer's experts, weighted by the softmax over the logits of a token's chosen experts alone.
 
-    A token's experts are those with its largest router logits, or the forced ones, [s, top_k], unless negative.
+    A token's experts are those with its largest router logits, or the forced ones, [n, s, top_k], unless negative.
     """
     chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
     if forced is not None:
-        for token in range(len(chosen)):
-            if min(forced[token]) >= 0:
-                chosen[token] = forced[token]
+        is_forced = (forced >= 0).all(-1, keepdim=True)
+        chosen = torch.where(is_forced, forced.long(), chosen)
     shares = router.gather(-1, chosen).softmax(-1)
 
     total = torch.zeros_like(hidden)
@@ -152,12 +151,9 @@ def mixture(
 
 def routers_of(weights: Weights, tokens: torch.Tensor, routes: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Each layer's router logits [tokens of all sequences, experts]; ``routes`` as in :func:`score`."""
-    routers_of_sequences = []
-    for index, sequence in enumerate(tokens):
-        routers: list[torch.Tensor] = []
-        logits(weights, sequence, routers=routers, routes=None if routes is None else routes[index])
-        routers_of_sequences.append(routers)
-    return [torch.cat(of_layer) for of_layer in zip(*routers_of_sequences, strict=True)]
+    routers: list[torch.Tensor] = []
+    logits(weights, tokens, routers=routers, routes=routes)
+    return [of_layer.flatten(0, 1) for of_layer in routers]
 
 
 def balance(router: torch.Tensor) -> torch.Tensor:
@@ -202,23 +198,23 @@ def attention(of_layer: Weights, hidden: torch.Tensor) -> torch.Tensor:
     """Causal attention with Megatron's interleaved groups: query heads, key head, value head of each."""
     queries_per_group = HEADS // GROUPS
     projected = hidden @ of_layer["self_attention.linear_qkv.weight"].T
-    projected = projected.view(-1, GROUPS, queries_per_group + 2, WIDTH)
+    projected = projected.unflatten(-1, (GROUPS, queries_per_group + 2, WIDTH))
     heads = []
     for group in range(GROUPS):
-        key = rotate(projected[:, group, queries_per_group])
-        value = projected[:, group, queries_per_group + 1]
+        key = rotate(projected[..., group, queries_per_group, :])
+        value = projected[..., group, queries_per_group + 1, :]
         for head in range(queries_per_group):
-            query = rotate(projected[:, group, head])
-            scores = query @ key.T / math.sqrt(WIDTH)
+            query = rotate(projected[..., group, head, :])
+            scores = query @ key.mT / math.sqrt(WIDTH)
             future = torch.ones_like(scores, dtype=torch.bool).triu(1)
             heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
     return torch.cat(heads, -1) @ of_layer["self_attention.linear_proj.weight"].T
 
 
 def rotate(heads: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of a head, [s, width]."""
+    """Rotary embedding of a head, [n, s, width]."""
     frequency = ROTARY_BASE ** (-torch.arange(0, WIDTH, 2, dtype=heads.dtype) / WIDTH)
-    angle = torch.outer(torch.arange(len(heads), dtype=heads.dtype), frequency)
+    angle = torch.outer(torch.arange(heads.shape[-2], dtype=heads.dtype), frequency)
     first, second = heads.chunk(2, -1)
     rotated_first = first * angle.cos() - second * angle.sin()
     rotated_second = second * angle.cos() + first * angle.sin()
@@ -243,26 +239,19 @@ def score(
         kept: [n, s, vocabulary] bool, tokens that the log-probs are over. Default: the whole vocabulary.
         entropy_over_kept: the entropies are over the kept tokens, not over the whole vocabulary.
     """
-    log_probs = []
-    entropies = []
-    for index, sequence in enumerate(tokens):
-        forced = None if routes is None else routes[index]
-        next_logits = logits(weights, sequence, routes=forced)[:-1]
-        over_vocabulary = next_logits.log_softmax(-1)
-        if kept is None:
-            over_kept = over_vocabulary
-        else:
-            over_kept = next_logits.masked_fill(~kept[index, :-1], -math.inf).log_softmax(-1)
+    next_logits = logits(weights, tokens, routes=routes)[:, :-1]
+    is_kept = torch.ones_like(next_logits, dtype=torch.bool) if kept is None else kept[:, :-1]
+    over_vocabulary = next_logits.log_softmax(-1)
+    over_kept = next_logits.masked_fill(~is_kept, -math.inf).log_softmax(-1)
+    log_probs = over_kept.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
-        log_probs.append(over_kept[torch.arange(len(sequence) - 1), sequence[1:]])
+    # A token that is not kept has probability 0, and no part in the entropy.
+    distribution = over_kept if entropy_over_kept else over_vocabulary
+    finite = distribution.masked_fill(distribution == -math.inf, 0.0)
+    entropies = -(distribution.exp() * finite).sum(-1)
 
-        # A token that is not kept has probability 0, and no part in the entropy.
-        distribution = over_kept if entropy_over_kept else over_vocabulary
-        finite = distribution.masked_fill(distribution == -math.inf, 0.0)
-        entropies.append(-(distribution.exp() * finite).sum(-1))
-
-    def with_last_column(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.functional.pad(torch.stack(rows), (0, 1))
+    def with_last_column(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, 1))
 
     return with_last_column(log_probs), with_last_column(entropies)
 
