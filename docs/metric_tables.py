@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rc.measures import table
-from megatron_rc.measures.metrics import Metric
+from megatron_rc.measures.table import Metric
 
 PAGE = Path(__file__).with_name("metrics.md")
 TABLES: dict[str, Sequence[Metric]] = {

@@ -442,16 +442,22 @@ class SequenceLayout:
         num_chunks_before = torch.where(is_in_second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
         return offsets + chunk_length * num_chunks_before
 
-    def block_positions(self, block: Block, device: torch.device) -> Tensor:
+    def block_positions(self, block: Block, counting: Tensor) -> Tensor:
         """Return the position of each token of a block in its whole sequence.
+
+        Args:
+            block: a part of this layout.
+            counting: int64, 0, 1, 2, …, on the block's device; not fewer than :attr:`longest`.
 
         Returns:
             int64, [length] for a block of equally long sequences, which share it, else flat [t].
         """
         length: int | Tensor = block.shape[-1]
-        offsets = torch.arange(block.shape[-1], device=device)
-        if block.lengths is not None:
+        if block.lengths is None:
+            offsets = counting[: block.shape[-1]]
+        else:
             starts = block.lengths.cumsum(0) - block.lengths
+            offsets = torch.arange(block.shape[0], device=counting.device)
             offsets = offsets - torch.repeat_interleave(starts, block.lengths, output_size=block.shape[0])
             length = torch.repeat_interleave(block.lengths, block.lengths, output_size=block.shape[0])
         if self.cp_size == 1:

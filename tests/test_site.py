@@ -168,24 +168,31 @@ def helped(module):
 
 def wrong(tokens):
     """What of a command does not exist: a target, a module, a file, a flag; None where all does."""
-    command, *rest = tokens[0].removeprefix(".venv/bin/"), *tokens[1:]
+    command, *arguments = tokens[0].removeprefix(".venv/bin/"), *tokens[1:]
     if command == "make":
         targets = re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
-        return [word for word in rest if "=" not in word and word not in targets]
+        return [word for word in arguments if "=" not in word and word not in targets]
     if command == "pip":
-        extras = re.findall(r"\[([\w-]+)\]", " ".join(rest))
+        extras = re.findall(r"\[([\w-]+)\]", " ".join(arguments))
         return [name for name in extras if f'"{name}": ' not in text_of(ROOT / "setup.py")]
-    if command == "torchrun" or rest[:2] in (["-m", "megatron_rc.launch"], ["-m", "megatron_rc.launch.check_engine"]):
-        _, left = torchrun_parser().parse_known_args(rest if command == "torchrun" else rest[2:])
+    if command == "torchrun" or arguments[:2] in (
+        ["-m", "megatron_rc.launch"],
+        ["-m", "megatron_rc.launch.check_engine"],
+    ):
+        _, left = torchrun_parser().parse_known_args(arguments if command == "torchrun" else arguments[2:])
         left = [word for word in left if word != "launch/train_ppo.py"]
         return build_parser().parse_known_args(left)[1]
-    if command.startswith("python") and rest[:1] == ["-m"]:
-        if importlib.util.find_spec(rest[1]) is None:
-            return [rest[1]]
-        flags_of_command = helped(rest[1]) if rest[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(rest)
-        return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in flags_of_command]
+    if command.startswith("python") and arguments[:1] == ["-m"]:
+        if importlib.util.find_spec(arguments[1]) is None:
+            return [arguments[1]]
+        flags_of_command = (
+            helped(arguments[1]) if arguments[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(arguments)
+        )
+        return [
+            word for word in arguments[2:] if word.startswith("--") and word.partition("=")[0] not in flags_of_command
+        ]
     if command.startswith("python") or "/" in command:
-        file = rest[0] if command.startswith("python") else command
+        file = arguments[0] if command.startswith("python") else command
         return [] if (ROOT / file).exists() else [file]
     return [] if command in FOREIGN or command.startswith("--") else [command]
 

@@ -123,7 +123,7 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
                 total += chance * (1 - likely) * earned
             tokens = [*tokens, right]
             chance = chance * likely
-    rows = [json.loads(line) for line in study_engine._file.read_text().splitlines()]
+    rows = [json.loads(line) for line in study_engine.policy_file.read_text().splitlines()]
     assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5)}]
     assert total > 0.5
 
@@ -140,14 +140,14 @@ def two_steps():
 
 @pytest.mark.processes
 def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
-    said = []
+    messages = []
     data = tmp_path / "data.json"
-    queue.run_all([two_steps], data, tmp_path, 2, said.append)
-    assert said[0] == f"0 of 1 runs are in {data}, 1 to go, 2 at a time"
-    assert said[1].startswith("1/1 count_up-none-uncorrected-1 finished, ")
+    queue.run_all([two_steps], data, tmp_path, 2, messages.append)
+    assert messages[0] == f"0 of 1 runs are in {data}, 1 to go, 2 at a time"
+    assert messages[1].startswith("1/1 count_up-none-uncorrected-1 finished, ")
     before = data.read_bytes()
-    queue.run_all([two_steps], data, tmp_path, 2, said.append)
-    assert said[2:] == [f"1 of 1 runs are in {data}, 0 to go, 2 at a time"]
+    queue.run_all([two_steps], data, tmp_path, 2, messages.append)
+    assert messages[2:] == [f"1 of 1 runs are in {data}, 0 to go, 2 at a time"]
     assert data.read_bytes() == before
     (outcome,) = results.read(data)
     assert outcome.seconds > 1
@@ -158,10 +158,10 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
     assert len(steps) == 2
     for row in steps:
         expected = row["rollout_corr/rollout_is_raw_eff_sample_size"]
-        assert results._value(row, "ess") == pytest.approx(expected, abs=1e-9)
-        assert row.keys() >= {*results._NAMES.values()}
+        assert results.value_of(row, "ess") == pytest.approx(expected, abs=1e-9)
+        assert row.keys() >= {*results.METRIC_OF.values()}
     with pytest.raises(queue.StudyError, match="has count_up-none-uncorrected-1 with other flags"):
-        queue.run_all(MAIN[:1], data, tmp_path, 1, said.append)
+        queue.run_all(MAIN[:1], data, tmp_path, 1, messages.append)
 
 
 # The measurements.
@@ -338,10 +338,10 @@ def of_2026():
     yield "Corrections of 2026", f"without correction {final_of_seed_1('uncorrected'):.2f}"
 
 
-@pytest.mark.parametrize("said", [of_strong_mismatches, of_weak_mismatches, of_2026])
-def test_the_prose_has_the_numbers_of_the_data(said):
+@pytest.mark.parametrize("sentences_of", [of_strong_mismatches, of_weak_mismatches, of_2026])
+def test_the_prose_has_the_numbers_of_the_data(sentences_of):
     pages = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("study", "choosing"))
-    for section, sentence in said():
+    for section, sentence in sentences_of():
         text = re.split(r"^##+ ", pages.partition(f"# {section}\n")[2], flags=re.MULTILINE)[0]
         prose = " ".join(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE).split())
         assert sentence in prose, section

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.attribution import Attribution
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.chain import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import dropped, without_overlong

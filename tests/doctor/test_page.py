@@ -92,14 +92,14 @@ temperature | correlation above # | probs_correlation | temperature_unexplained:
 """
 
 
-@table("name words fact {others}", THRESHOLDS)
-def test_the_thresholds_are_those_of_the_code(name, words, fact, others):
+@table("name phrase fact {others}", THRESHOLDS)
+def test_the_thresholds_are_those_of_the_code(name, phrase, fact, others):
     """The rule holds on one side of the page's number, the side that the words say, and not on the other."""
     (cell,) = (cells[3] for cells in RULES_ON_PAGE if cells[0] == f"`{name}`")
-    (number,) = re.findall(re.escape(words).replace(r"\#", r"(-?[\d.]*\d)"), cell)
-    limit = float(number) / (100 if "%" in words else 1)
+    (number,) = re.findall(re.escape(phrase).replace(r"\#", r"(-?[\d.]*\d)"), cell)
+    limit = float(number) / (100 if "%" in phrase else 1)
     less, more = (BY_NAME[name].holds(Facts(others | {fact: limit + side * 1e-6})) for side in (-1, 1))
-    is_upper = re.search("<|less|below #|at most", words) is not None
+    is_upper = re.search("<|less|below #|at most", phrase) is not None
     assert (less, more) == (is_upper, not is_upper)
 
 

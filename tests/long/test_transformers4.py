@@ -85,19 +85,19 @@ def words(source, name, origin):
     if origin == "published":
         entries = PUBLISHED[name] | {"torch_dtype": "float32"}
         (source / "config.json").write_text(json.dumps(entries))
-    given = [*words_of(source, Layout()), f"--seq-length={LENGTH}"]
+    arguments = [*words_of(source, Layout()), f"--seq-length={LENGTH}"]
     if origin == "flags":
-        given = [*FLAGS[name].split(), *COMMON, f"--seq-length={LENGTH}", f"--runs-dir={source}/runs"]
-    return given
+        arguments = [*FLAGS[name].split(), *COMMON, f"--seq-length={LENGTH}", f"--runs-dir={source}/runs"]
+    return arguments
 
 
-def export(given, tokens, target):
+def export(arguments, tokens, target):
     """Write the model of these flags, and return the trainer's log-probs of the tokens."""
     from megatron_rc.launch.tasks.text import CharacterText
     from megatron_rc.launch.training.hugging_face import write_directory
     from megatron_rc.launch.weights.converter import export_model
 
-    trainer = make_trainer(given)
+    trainer = make_trainer(arguments)
     (chunk,) = trainer.chunks
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     with torch.no_grad():
@@ -142,10 +142,10 @@ def test_both_read_what_was_trained(read, name, origin):
     folder = home / f"{name}-{origin}"
     releases = [by_5] if name in ONLY_IN_5 else [by_5, by_4]
     for release in releases:
-        found = release[str(folder)]
-        assert "error" not in found, found
-        assert found["left_out"] == []
-        assert found["dtype"] == "torch.float32"
+        outcome = release[str(folder)]
+        assert "error" not in outcome, outcome
+        assert outcome["left_out"] == []
+        assert outcome["dtype"] == "torch.float32"
         log_probs = torch.load(folder / f"log_probs-{release['version']}.pt")
         torch.testing.assert_close(log_probs, trained[folder], rtol=0, atol=2e-6)
     assert by_5[str(folder)]["said"] == []

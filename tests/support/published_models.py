@@ -96,6 +96,6 @@ def words_of(folder, layout, *more):
 def changed(folder, target, change):
     """A directory with a changed ``config.json``, from which entries that are ``...`` are removed."""
     config = json.loads((folder / "config.json").read_text()) | change
-    kept = {key: value for key, value in config.items() if value is not ...}
-    (target / "config.json").write_text(json.dumps(kept))
+    remaining = {key: value for key, value in config.items() if value is not ...}
+    (target / "config.json").write_text(json.dumps(remaining))
     return target
