@@ -138,6 +138,7 @@ class ExpertSection(Section):
     moe_shared_expert_intermediate_size: int | None = option(
         "total width of the experts that every token passes; default: none"
     )
+    moe_shared_expert_gate: bool = option("multiply the shared experts' output by a sigmoid of the token")
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
         "function that makes an expert's score of its logit", default="softmax"
     )

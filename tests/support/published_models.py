@@ -60,6 +60,17 @@ MODELS = {
     "qwen3_moe-unnormalised": transformers.Qwen3MoeConfig(
         **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False
     ),
+    "qwen3_moe-dense_layers": transformers.Qwen3MoeConfig(
+        **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **GATED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=2,
+    ),
     "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
     "deepseek_v3": transformers.DeepseekV3Config(**DEEPSEEK),
     "moonlight": transformers.DeepseekV3Config(**DEEPSEEK | MOONLIGHT),

@@ -1,4 +1,4 @@
-"""Llama and its descendants: Mistral, Qwen2, Qwen3, and with experts Mixtral and Qwen3-MoE."""
+"""Llama and its descendants without experts, Mistral, Qwen2 and Qwen3; and Mixtral."""
 
 from __future__ import annotations
 
@@ -51,21 +51,23 @@ _LLAMAS: tuple[Row, ...] = (
     follows("group-query-attention", lambda file: True, lambda config: True),
     lacks("multi-latent-attention"),
 )
-# Rows of Qwen3-MoE and Mixtral: experts in all layers, a softmax router, no groups and no shared experts.
-_PLAIN_EXPERTS: tuple[Row, ...] = (
-    lacks("moe-layer-freq"),
-    lacks("moe-shared-expert-intermediate-size"),
+# Rows of experts with a softmax router without groups.
+SOFTMAX_ROUTER: tuple[Row, ...] = (
     lacks("moe-router-score-function"),
     lacks("moe-router-topk-scaling-factor"),
     lacks("moe-router-group-topk"),
     lacks("moe-router-enable-expert-bias"),
+)
+NO_SHARED_EXPERTS: tuple[Row, ...] = (
+    lacks("moe-shared-expert-intermediate-size"),
+    lacks("moe-shared-expert-gate"),
 )
 _DENSE: tuple[Row, ...] = (always("num-experts", None), entry("intermediate_size", "ffn-hidden-size"))
 ANY_LENGTH: tuple[Row, ...] = (always("sliding-window", None),)
 _NULL_IS_ANY_LENGTH = entry("sliding_window", "sliding-window", default=None)
 # Mistral's first models have a window of 4096 tokens, even if the file lacks the entry; later models have null.
 _MISTRALS = entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
-_CHOSEN = entry("num_experts_per_tok", "moe-router-topk")
+CHOSEN_EXPERTS = entry("num_experts_per_tok", "moe-router-topk")
 
 
 def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
@@ -88,8 +90,8 @@ _WHOLE_HEADS = rotary_row()
 _NO_BIAS: tuple[Row, ...] = (always("add-qkv-bias", False), only("attention_bias", False))
 _NO_NORMS: tuple[Row, ...] = (always("qk-layernorm", False),)
 # Qwen2 always has this bias; it ignores attention_bias.
-_WITH_BIAS: tuple[Row, ...] = (always("add-qkv-bias", True), *_NO_NORMS)
-_WITH_NORMS: tuple[Row, ...] = (*_NO_BIAS, always("qk-layernorm", True))
+QKV_BIAS: tuple[Row, ...] = (always("add-qkv-bias", True), *_NO_NORMS)
+QK_NORMS: tuple[Row, ...] = (*_NO_BIAS, always("qk-layernorm", True))
 
 
 _GATED_ATTENTION = (
@@ -122,7 +124,7 @@ _QKV_BIAS = Rule(
     QUERY_KEY_VALUE,
     holds=lambda config: config.transformer.add_qkv_bias,
 )
-_QK_NORMS = tuple(
+_NORM_RULES = tuple(
     Rule(
         (f"self_attention.{part}_layernorm.weight",),
         (f"model.layers.{{layer}}.self_attn.{part}_norm.weight",),
@@ -155,7 +157,7 @@ def gated_family(
         config_class=config_class,
         fields=(*_LLAMAS, *_heads(default_groups, default_head_dim), rotary, *attention, *fields),
         embedding=EMBEDDING,
-        layer=(*_GATED_ATTENTION, _QKV_BIAS, *_QK_NORMS),
+        layer=(*_GATED_ATTENTION, _QKV_BIAS, *_NORM_RULES),
         dense_layer=GATED_MLP,
         head=HEAD,
         untied_head=UNTIED_HEAD,
@@ -171,7 +173,7 @@ def router(hugging_face: str) -> tuple[Rule, ...]:
 _LLAMA = gated_family("llama", "LlamaConfig", (*_DENSE, *ANY_LENGTH), in_bridge=True)
 _MISTRAL = gated_family("mistral", "MistralConfig", (*_DENSE, _MISTRALS), default_groups=8)
 _QWEN2 = gated_family(
-    "qwen2", "Qwen2Config", (*_DENSE, *ANY_LENGTH), default_groups=32, attention=_WITH_BIAS, in_bridge=True
+    "qwen2", "Qwen2Config", (*_DENSE, *ANY_LENGTH), default_groups=32, attention=QKV_BIAS, in_bridge=True
 )
 _QWEN3 = gated_family(
     "qwen3",
@@ -179,40 +181,21 @@ _QWEN3 = gated_family(
     (*_DENSE, *ANY_LENGTH),
     default_groups=32,
     default_head_dim=128,
-    attention=_WITH_NORMS,
+    attention=QK_NORMS,
     in_bridge=True,
-)
-_QWEN3_MOE = gated_family(
-    "qwen3_moe",
-    "Qwen3MoeConfig",
-    (
-        *ANY_LENGTH,
-        *_PLAIN_EXPERTS,
-        # Every layer must have experts.
-        only("decoder_sparse_step", 1),
-        only("mlp_only_layers", []),
-        entry("intermediate_size", "ffn-hidden-size"),
-        entry("moe_intermediate_size", "moe-ffn-hidden-size"),
-        entry("num_experts", "num-experts", other_name="num_local_experts"),
-        _CHOSEN,
-        # norm_topk_prob equals a softmax over the chosen experts alone.
-        entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
-    ),
-    default_groups=4,
-    attention=_WITH_NORMS,
-    expert_layer=router("mlp"),
-    expert_names=ExpertNames(),
 )
 _MIXTRAL = gated_family(
     "mixtral",
     "MixtralConfig",
     (
         _NULL_IS_ANY_LENGTH,
-        *_PLAIN_EXPERTS,
+        *SOFTMAX_ROUTER,
+        *NO_SHARED_EXPERTS,
+        lacks("moe-layer-freq"),
         only("router_jitter_noise", 0.0),
         entry("intermediate_size", "moe-ffn-hidden-size", other_flag="ffn-hidden-size"),
         entry("num_local_experts", "num-experts", other_name="num_experts"),
-        _CHOSEN,
+        CHOSEN_EXPERTS,
         always("moe-router-pre-softmax", False),
     ),
     rotary=rotary_row(1000000.0),
@@ -222,4 +205,4 @@ _MIXTRAL = gated_family(
 )
 
 # If a run fits several families, the first one is used.
-LLAMA_FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL)
+LLAMA_FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL)

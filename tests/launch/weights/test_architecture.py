@@ -60,8 +60,9 @@ OTHERWISE = [
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "type 'linear'"),
     ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
     ("llama", {"num_hidden_layers": ...}, "lacks 'num_hidden_layers'"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, not 1"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], not \[\]"),
+    ("qwen3_moe", {"decoder_sparse_step": 5}, "no layer has experts, with decoder_sparse_step 5"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, r"no layer has experts, .* mlp_only_layers \[0, 1, 2, 3\]"),
+    ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False, not True"),
     ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise is 0\.1, not 0\.0"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, not the 4 of num_attention_heads"),
     ("deepseek_v3", {"first_k_dense_replace": 4}, r"first_k_dense_replace is 4, not in \[0, 3\]"),
@@ -88,7 +89,7 @@ def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path
     [
         ("llama", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("qwen3", {"rope_parameters": YARN}),
-        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 4}),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}),
     ],
 )

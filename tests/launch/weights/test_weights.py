@@ -25,6 +25,9 @@ CASES += [("llama", Layout()), ("gpt2-gelu", Layout())]
 CASES += [("qwen3_moe", layout) for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2), *SPREAD)]
 CASES += [
     ("qwen3_moe-unnormalised", Layout(dp=2, ep=2)),
+    ("qwen3_moe-dense_layers", Layout(pp=2)),
+    ("qwen2_moe", Layout(tp=2, sp=True)),
+    ("qwen2_moe", Layout(pp=2, dp=2, ep=2)),
     ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2)),
     ("mixtral", Layout(pp=2)),
     ("deepseek_v3", Layout()),
