@@ -36,9 +36,10 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     if isinstance(kind, str):
         kind = ALIASES.get(kind, kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
+        known = ", ".join(sorted({*FAMILIES, *ALIASES}))
         raise ConfigurationError(
-            f"{name} {folder}: model_type {kind!r} is not known; known are {', '.join(sorted({*FAMILIES, *ALIASES}))}, with or "
-            "without a bridge: use a model of these, or add a family (docs/models.md)"
+            f"{name} {folder}: model_type {kind!r} is not known; known are {known}, with or without a bridge: use a "
+            "model of these, or add a family (docs/models.md)"
         )
     try:
         flags = FAMILIES[kind].read(config)

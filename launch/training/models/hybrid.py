@@ -66,6 +66,7 @@ class Hybrid(HybridModel):  # type: ignore[misc]
                 kv_channels=self.config.kv_channels,
                 rotary_percent=run.model.rotary_percent,
                 rotary_interleaved=self.config.rotary_interleaved,
+                seq_len_interpolation_factor=run.model.rotary_seq_len_interpolation_factor,
                 rotary_base=run.model.rotary_base,
                 rope_scaling=run.model.rope_scaling,
                 rope_scaling_factor=run.model.rope_scaling_factor,

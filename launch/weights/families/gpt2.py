@@ -49,6 +49,7 @@ _FIELDS: tuple[Row, ...] = (
     always("disable-bias-linear", False),
     always("add-qkv-bias", False),
     always("qk-layernorm", False),
+    lacks("layer-norms"),
     always("sliding-window", None),
     always("num-experts", None),
     lacks("multi-latent-attention"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights.biases import bias_row
 from megatron_rc.launch.weights.conversions import WHOLE
-from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry
 from megatron_rc.launch.weights.families.llama import (
     ANY_LENGTH,
     CHOSEN_EXPERTS,
+    NO_QK_NORMS,
     NO_SHARED_EXPERTS,
     QK_NORMS,
-    QKV_BIAS,
     SOFTMAX_ROUTER,
     gated_family,
     router,
@@ -22,7 +23,8 @@ from megatron_rc.launch.weights.family import ExpertNames, Rule, gated_mlp
 
 def _read_layers(file: File) -> Flags:
     """Flag of the layers with experts: every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
-    step = file.get("decoder_sparse_step") or 1
+    step = file.get("decoder_sparse_step")
+    step = 1 if step is None else step
     dense_layers = file.get("mlp_only_layers") or []
     has_experts = [
         int((layer + 1) % step == 0 and layer not in dense_layers) for layer in range(file["num_hidden_layers"])
@@ -63,13 +65,12 @@ QWEN2_MOE = gated_family(
     "Qwen2MoeConfig",
     (
         *_EXPERTS,
-        only("qkv_bias", True),
         entry("shared_expert_intermediate_size", "moe-shared-expert-intermediate-size"),
         # The output of the shared expert is multiplied by a sigmoid of the token.
         always("moe-shared-expert-gate", True),
     ),
     default_groups=16,
-    attention=QKV_BIAS,
+    attention=(bias_row(qkv="qkv_bias", default=True, unused=("mlp_bias",)), *NO_QK_NORMS),
     expert_layer=(*router("mlp"), *_SHARED_EXPERT, _SHARED_GATE),
     expert_names=ExpertNames(),
 )
