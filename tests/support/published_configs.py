@@ -13,6 +13,8 @@ SIZES = {
     "hidden_act": "silu",
     "initializer_range": 0.02,
     "use_cache": True,
+    # The classes' own padding tokens are beyond this small vocabulary.
+    "pad_token_id": None,
 }
 LATENT_SIZES = SIZES | {
     "num_key_value_heads": 4,

@@ -60,7 +60,7 @@ class Hybrid(HybridModel):  # type: ignore[misc]
         params = {"norm": block.layer_norm, "alike": common["config"].moe_layer_freq == 1}
         stack = ModuleSpec(Stack, params=params, submodules=HybridStackSubmodules(**halves))
         super().__init__(hybrid_stack_spec=stack, hybrid_layer_pattern=layer_pattern(run), **common)
-        if hasattr(self, "rotary_pos_emb"):
+        if run.yarn is None and hasattr(self, "rotary_pos_emb"):
             # HybridModel has no arguments for scaled or interleaved frequencies.
             self.rotary_pos_emb = RotaryEmbedding(
                 kv_channels=self.config.kv_channels,

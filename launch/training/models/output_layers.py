@@ -42,7 +42,9 @@ def use_norms_after(layer: Any, *, also_before: bool) -> None:
     attention = layer.self_attention.submodules
     has_bias = getattr(attention.linear_proj, "always_has_bias", False)
     attention.linear_proj = _with_bias(LinearThenNorm) if has_bias else LinearThenNorm
-    layer.mlp.submodules.linear_fc2 = LinearThenNorm
+    # Megatron-Core 0.16 has a spec of the MLP, 0.19 a partial call of its class.
+    mlp = layer.mlp.keywords if isinstance(layer.mlp, functools.partial) else vars(layer.mlp)
+    mlp["submodules"].linear_fc2 = LinearThenNorm
     if not also_before:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
 

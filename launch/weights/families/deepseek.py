@@ -21,6 +21,10 @@ def _check_heads(file: File) -> Flags:
     groups = file.get("num_key_value_heads")
     if groups not in (None, heads):
         raise UnknownFeatureError(f"num_key_value_heads is {groups!r}, not the {heads} of num_attention_heads")
+    # transformers' other name of the rotated width.
+    rotated = file["qk_rope_head_dim"]
+    if file.get("head_dim") not in (None, rotated):
+        raise UnknownFeatureError(f"head_dim is {file['head_dim']!r}, not the {rotated} of qk_rope_head_dim")
     return {}
 
 

@@ -21,6 +21,7 @@ _FIELDS: tuple[Row, ...] = (
         {"gelu_new": True, "gelu": False, "gelu_pytorch_tanh": True},
         default="gelu_new",
     ),
+    only("add_cross_attention", False),
     only("scale_attn_weights", True),
     only("scale_attn_by_inverse_layer_idx", False),
     entry("n_layer", "num-layers"),
