@@ -15,7 +15,18 @@ from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.weights.architecture import read_architecture
 
 # Flags that contradict a directory that does not mention them.
-_ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", "moe_router_group_topk")
+_ABSENT = (
+    "num_experts",
+    "q_lora_rank",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_group_topk",
+    "no_rope_freq",
+    "rotary_seq_len_interpolation_factor",
+    "rope_dynamic_factor",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_attention_factor",
+)
 # Typed flags that take the place of other flags in a launch file.
 _REPLACED = {
     "load_hf": ("from_scratch",),

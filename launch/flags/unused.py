@@ -29,6 +29,7 @@ class Rule:
 # Sections of the configuration that are absent unless a condition is met; the switch itself may be a field of them.
 OPTIONAL_SECTIONS = {
     "latent": Rule("--multi-latent-attention", lambda run: run.multi_latent_attention, "multi_latent_attention"),
+    "yarn": Rule("--position-embedding-type yarn", lambda run: run.position_embedding_type == "yarn", ""),
     "experts": Rule("--num-experts", lambda run: run.num_experts, "num_experts"),
     "routing": Rule(
         "--num-experts with --moe-enable-routing-replay",
@@ -59,21 +60,32 @@ _TABLE = (
     Rule(
         "plain rotary positions",
         lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,
-        "rotary_percent use_rope_scaling",
+        "rotary_percent use_rope_scaling rotary_seq_len_interpolation_factor rope_dynamic_factor",
+    ),
+    Rule(
+        "rotary positions",
+        lambda run: run.position_embedding_type in ("rope", "yarn") and not run.multi_latent_attention,
+        "rotary_interleaved no_rope_freq",
     ),
     Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
     Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
     Rule(
         "plain attention",
         lambda run: not run.multi_latent_attention,
-        "kv_channels add_qkv_bias group_query_attention num_query_groups",
+        "kv_channels add_qkv_bias attention_output_bias group_query_attention num_query_groups",
     ),
+    Rule("--qk-layernorm", lambda run: run.qk_layernorm, "qk_norm_over"),
     Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
-    Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias"),
+    Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias attention_output_bias"),
     Rule(
         "--rope-type yarn",
         lambda run: run.rope_type == "yarn",
         "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
+    ),
+    Rule(
+        "--moe-shared-expert-intermediate-size",
+        lambda run: run.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate",
     ),
     Rule("softmax scores", lambda run: run.moe_router_score_function == "softmax", "moe_router_pre_softmax"),
     Rule("sigmoid scores", lambda run: run.moe_router_score_function == "sigmoid", "moe_router_enable_expert_bias"),

@@ -29,6 +29,7 @@ from megatron_rc.launch.run_config.megatron import (
     ParallelSection,
     RoutingSection,
     TransformerSection,
+    YarnSection,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
 from megatron_rc.launch.run_config.options import Option, Section, as_typed, options_of, parts_of
@@ -53,6 +54,7 @@ class RunConfig:
     parallel: ParallelSection
     transformer: TransformerSection
     latent: LatentSection | None  # multi-latent attention; None: plain attention
+    yarn: YarnSection | None  # YaRN's rotary frequencies without latent attention; None: others
     experts: ExpertSection | None  # mixture of experts; None: a dense model
     routing: RoutingSection | None  # replay of the experts' choice; None: the router chooses in every pass
     compute: ComputeSection
