@@ -19,6 +19,7 @@ from megatron_rc.launch.rollouts.batches import batch_of
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import GoodSamples
+from megatron_rc.launch.rollouts.teacher_scores import TeacherScores
 from megatron_rc.launch.rollouts.turns import Conversation, Reply, converse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
@@ -44,6 +45,7 @@ class SampledBatch:
     sums: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     # [responses], reward of the greedy response to each response's prompt; None unless the estimator needs it.
     baselines: Tensor | None = None
+    teacher: TeacherScores | None = None  # a teacher's log-probs; None unless a server or files give them
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class _Run:
         batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
         if collector.is_window_over:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
-        prepared = self.steps.prepare(batch, collector.baselines)
+        prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_scores)
         lap("plan")
         self._say_of_replay()
         summary = summarize_rollouts(batch, self.groups, trainer.version)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages import distillation_advantages
 from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax, whiten
@@ -53,6 +54,7 @@ class Advantages:
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.settings = config.advantages
+        self.teacher_weights = config.distillation and config.distillation.teacher_weights
         self.groups = groups
 
     def of(self, scores: Scores, accepted: Tensor | None = None, weights: Tensor | None = None) -> Estimated:
@@ -156,6 +158,10 @@ class Advantages:
             advantages = torch.where(mask, layout.expand(scores.cut.sides(row_advantages)), 0)
             return TokenAdvantages(advantages, returns=advantages)
 
+        if estimator == "distillation":
+            advantages = self._from_teachers(scores)
+            return TokenAdvantages(advantages, returns=advantages)
+
         rewards = self._token_rewards(scores)
         if kl is not None:
             rewards = rewards - self.settings.kl_in_reward * kl
@@ -175,6 +181,19 @@ class Advantages:
             lam=self.settings.gae_lambda,
             layout=layout,
             groups=self.groups,
+        )
+
+    def _from_teachers(self, scores: Scores) -> Tensor:
+        """Advantages of tokens from the teachers' log-probs, like the tokens; 0 at tokens with bad log-probs."""
+        local = scores.cut.local
+        of_teachers = _required(local.teacher_log_probs, "a teacher").movedim(-1, 0)
+        old = local.rollout_log_probs if scores.old is None else scores.old
+        weights = self.teacher_weights
+        return distillation_advantages(
+            of_teachers,
+            old,
+            local.response_mask & is_log_prob(old),
+            teacher_weights=None if weights is None else torch.tensor(weights, device=old.device),
         )
 
     def _with_token_baseline(
