@@ -144,7 +144,7 @@ def _train(flags: list[str], folder: Path, name: str) -> float:
 def _measured(place: Path, student: Path, teacher: Path) -> dict[str, Any]:
     """The outcome of a run: the KL of its last weights, and the curves of the reward and of the loss's divergence."""
     rows = list(_rows(place / "metrics.jsonl"))
-    divergences = [row["policy/divergence"] for row in rows if "policy/divergence" in row]
+    divergences = [row["distillation/reverse_kl"] for row in rows if "distillation/reverse_kl" in row]
     policy = {row["step"]: row["reward"] for row in _rows(place / POLICY_FILE)}
     return {
         "kl": round(reverse_kl(student, teacher), 6),

@@ -67,14 +67,19 @@ class ServedTeacher:
         more = {"model": settings.teacher_model} if settings.teacher_server == "vllm" else {}
         self.server = SERVERS[settings.teacher_server](http, settings.teacher_top_k, config.model.vocab_size, **more)
 
-    def score(self, batch: RolloutBatch) -> TeacherScores:
-        """Score the sampled tokens of all rows; EngineError as in :class:`TeacherServer`."""
+    def score(self, batch: RolloutBatch, prompts: Sequence[Sequence[int]] | None = None) -> TeacherScores:
+        """Score the sampled tokens of all rows; EngineError as in :class:`TeacherServer`.
+
+        ``prompts``: the teacher's own prompt of each row; None: the policy's.
+        """
         places = [mask.nonzero().flatten().tolist() for mask in batch.response_mask]
         rows = [row for row, sampled in enumerate(places) if sampled]
         requests = []
         for row in rows:
+            begin = places[row][0]
             tokens = batch.tokens[row, : places[row][-1] + 1].tolist()
-            requests.append(ScoreRequest(tokens[: places[row][0]], tokens[places[row][0] :]))
+            prompt = tokens[:begin] if prompts is None else list(prompts[row])
+            requests.append(ScoreRequest(prompt, tokens[begin:]))
         scored = self.server.score(requests, self.config.engine.rollout_concurrency)
         return _scores_of(batch, dict(zip(rows, scored, strict=True)))
 
@@ -153,7 +158,7 @@ class RecordedTeacher:
             top_log_probs=torch.cat([part.top_log_probs for part in parts]),
         )
         size = self.config.rollouts.sequences // self.config.data_parallel_size
-        scores = _rows(whole, slice(self.replica * size, (self.replica + 1) * size))
+        scores = rows_of(whole, slice(self.replica * size, (self.replica + 1) * size))
         is_other = (scores.tokens != batch.tokens) & batch.response_mask
         if scores.tokens.shape != batch.tokens.shape or is_other.any():
             raise ValueError(
@@ -198,7 +203,7 @@ def _at_length(values: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(values[:, :length], (0, max(0, length - values.shape[1])))
 
 
-def _rows(scores: TeacherScores, rows: slice) -> TeacherScores:
+def rows_of(scores: TeacherScores, rows: slice) -> TeacherScores:
     """The scores of some rows."""
     places = torch.arange(scores.top_counts.numel()).view_as(scores.top_counts)[rows]
     top_ids, top_counts = take_support(scores.top_ids, scores.top_counts, places)

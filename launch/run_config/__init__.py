@@ -157,6 +157,11 @@ class RunConfig:
         return settings is not None and bool(settings.teacher_url or settings.teacher_files)
 
     @property
+    def has_teacher_input(self) -> bool:
+        """Whether a rollout batch comes with a teacher's log-probs, or with prompts of the teacher's own."""
+        return self.has_teacher_scores or (self.distillation is not None and bool(self.distillation.teacher_prompt))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's computation."""
         return torch.bfloat16 if self.compute.bf16 else torch.float16 if self.compute.fp16 else torch.float32

@@ -115,6 +115,11 @@ class AdvantageSection(Section):
         return self.advantage_estimator == "distillation"
 
     @property
+    def kl_metric(self) -> str:
+        """Name of the metric with the mean KL of the sampled tokens that the advantages are made with."""
+        return "distillation/sampled_kl" if self.needs_teachers else "reward/kl"
+
+    @property
     def whitens(self) -> bool:
         """Whether advantages get mean 0 and standard deviation 1 over the tokens of a rollout batch."""
         return self.advantage_estimator in ("reinforce-pp", "reinforce-pp-baseline", "gae")

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.rollouts.sampler import TeacherInput
+from megatron_rc.launch.rollouts.teacher_prompts import batch_of_teacher
 from megatron_rc.launch.rollouts.teacher_scores import TeacherScores
 from megatron_rc.launch.run_config import RunConfig, TeacherModel
 from megatron_rc.launch.run_config.distillation import DistillationSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
-from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens, with_teacher_scores
+from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens, cut_batch, with_teacher_scores
+from megatron_rc.launch.training.batches.teacher_alignment import TeacherAlignment
 from megatron_rc.launch.training.checkpoints.load import read_weights, start_from
 from megatron_rc.launch.training.models.build import build_chunks
 from megatron_rc.launch.training.models.chunk import ModelChunk
@@ -25,6 +28,7 @@ from megatron_rc.launch.training.models.offload import Offload
 from megatron_rc.launch.training.models.passes import ModelPasses
 from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
 from megatron_rc.parallel import ParallelGroups, TeacherStates, TeacherTopK
+from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.records.support import offsets_of
 
 
@@ -106,27 +110,50 @@ class Teachers:
     def __init__(self, config: RunConfig, settings: DistillationSection, groups: ParallelGroups) -> None:
         self.config = config
         self.settings = settings
+        self.groups = groups
         self.teachers = [Teacher(model, groups) for model in config.teachers]
 
-    def scored(self, batch: LocalBatch, scores: TeacherScores | None) -> LocalBatch:
+    def scored(self, rollouts: RolloutBatch, batch: LocalBatch, teacher_input: TeacherInput | None) -> LocalBatch:
         """The batch with all that the loss and the advantages need of the teachers, on the last stage.
 
-        ``scores`` are the log-probs of a teacher that is no model of this run.
+        Args:
+            rollouts: the rollout batch.
+            batch: this rank's tokens of it.
+            teacher_input: log-probs of a teacher that is no model of this run, or the rows that teachers with prompts
+                of their own read; None: they read the policy's rows.
 
-        Collectives: those of a forward-only pass of each teacher.
+        Collectives: those of a forward-only pass of each teacher, and of :class:`TeacherAlignment` if rows are given.
         """
-        if scores is not None:
-            return with_teacher_scores(batch, scores)
+        if isinstance(teacher_input, TeacherScores):
+            return with_teacher_scores(batch, teacher_input)
+        batch_of_pass = batch
+        alignment = None
+        if teacher_input is not None:
+            batch_of_pass = cut_batch(batch_of_teacher(rollouts, teacher_input), self.config, self.groups)
+            alignment = TeacherAlignment(
+                policy=batch,
+                teacher=batch_of_pass,
+                shifts=teacher_input.shifts,
+                length=rollouts.tokens.shape[1],
+                groups=self.groups,
+                sequence_parallel=self.config.parallel.sequence_parallel,
+            )
+
         local = batch.local
         if self.config.loss.distils:
             (teacher,) = self.teachers
-            local = dataclasses.replace(local, teacher_hidden=teacher.hidden_states(batch))
+            hidden = teacher.hidden_states(batch_of_pass)
+            if hidden is not None and alignment is not None:
+                hidden = alignment.hidden_states(hidden)
+            local = dataclasses.replace(local, teacher_hidden=hidden)
         if self.config.advantages.needs_teachers:
-            temperature = self.settings.teacher_temperature
-            log_probs = [teacher.log_probs(batch, temperature) for teacher in self.teachers]
-            on_last_stage = [values for values in log_probs if values is not None]
-            if on_last_stage:
-                local = dataclasses.replace(local, teacher_log_probs=torch.stack(on_last_stage, dim=-1))
+            of_teachers = []
+            for teacher in self.teachers:
+                log_probs = teacher.log_probs(batch_of_pass, self.settings.teacher_temperature)
+                if log_probs is not None:
+                    of_teachers.append(log_probs if alignment is None else alignment.log_probs(log_probs))
+            if of_teachers:
+                local = dataclasses.replace(local, teacher_log_probs=torch.stack(of_teachers, dim=-1))
         return dataclasses.replace(batch, local=local)
 
     def of_micro_batch(self, local: LocalTokens) -> TeacherStates | TeacherTopK | None:

@@ -17,8 +17,8 @@ from megatron_rc.attribution import Attribution
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
+from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import dropped, without_overlong
-from megatron_rc.launch.rollouts.teacher_scores import TeacherScores
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.run_config.passes import is_one_pass
@@ -184,15 +184,21 @@ class Trainer(TrainedModel):
         return None if scored is None else scored.log_probs
 
     def prepare(
-        self, batch: RolloutBatch, baselines: Tensor | None = None, teacher_scores: TeacherScores | None = None
+        self, batch: RolloutBatch, baselines: Tensor | None = None, teacher_input: TeacherInput | None = None
     ) -> PreparedBatch:
         """Prepare a whole rollout batch: advantages, micro-batches and the plan of the correction.
 
         A forward-only pass gives log π_old, unless the update's own pass does (``corrects_in_loss``). A KL
-        penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
-        of each prompt's greedy response, for ``--advantage-estimator remax``; ``teacher_scores`` are the log-probs of a
-        teacher that is no model of this run. Raises BadStepError on every rank if any
-        has an unusable log-prob at a trained position, and RunError if the replayed experts are not the rollouts'.
+        penalty, in the loss or in the rewards, needs another pass for log π_ref.
+
+        Args:
+            batch: the replica's records.
+            baselines: [rows], rewards of each prompt's greedy response, for ``--advantage-estimator remax``.
+            teacher_input: as in SampledBatch.
+
+        Raises:
+            BadStepError: on every rank, if any has an unusable log-prob at a trained position.
+            RunError: the replayed experts are not the rollouts'.
         """
         phases.enter(f"the scoring of step {self.iteration + 1}")
         if self.config.rewards.overlong == "mask":
@@ -210,7 +216,7 @@ class Trainer(TrainedModel):
         self.routing_metrics = self._check_replay(cut, old)
         ref = self._score_reference(cut)
         if self.teachers is not None:
-            cut = self.teachers.scored(cut, teacher_scores)
+            cut = self.teachers.scored(batch, cut, teacher_input)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
         baselines = None if baselines is None else self.rewards.scaled(baselines)
@@ -431,8 +437,9 @@ class Trainer(TrainedModel):
             del metrics["policy/dual_clip_fraction"]
         if self.reference is None:
             del metrics["policy/reference_kl"]
-        if not loss.distils:
-            del metrics["policy/divergence"]
+        divergence = metrics.pop("policy/divergence")
+        if loss.distils:
+            metrics[f"distillation/{loss.distillation_kind}"] = divergence
         return metrics
 
     def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:

@@ -12,6 +12,7 @@ from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.rollouts.recorded import find_rollouts
+from megatron_rc.launch.rollouts.teacher_prompts import prompt_function
 from megatron_rc.launch.rollouts.teacher_scores import check_header, read_scores
 from megatron_rc.launch.run_config import RunConfig, TeacherModel
 from megatron_rc.launch.run_config.distillation import DistillationSection
@@ -42,6 +43,8 @@ def check_teachers(config: RunConfig, task: Task) -> None:
             f"{typed} names {settings.num_teachers} teachers, and {user} takes one: drop the others, or use "
             "--advantage-estimator distillation"
         )
+    if settings.teacher_prompt:
+        prompt_function(settings.teacher_prompt)
     if config.has_teacher_scores:
         _check_scores(config, settings, user)
     for teacher in config.teachers:

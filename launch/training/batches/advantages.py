@@ -46,7 +46,9 @@ class Estimated:
     advantages: Tensor  # [n], or like the tokens; float32
     decided: Tensor  # [rows of the batch] bool: responses with an advantage other than 0
     returns: Tensor | None = None  # targets of a critic's values, like the tokens; None without a critic
-    kl: Tensor | None = None  # KL penalty in the rewards, like the tokens; None if there is none
+    # KL penalty in the rewards, or with ``distillation`` log π_old minus the teachers' mean log-prob, like the tokens;
+    # None if there is none.
+    kl: Tensor | None = None
 
 
 class Advantages:
@@ -83,6 +85,8 @@ class Advantages:
 
         estimated = self._of_tokens(scores, kl, accepted, weights)
         advantages = estimated.advantages
+        if self.settings.needs_teachers:
+            kl = -advantages
         if self.settings.whitens:
             counted = local.response_mask if accepted is None else local.response_mask & accepted
             advantages = whiten(advantages, counted, layout=local.layout, groups=self.groups)
@@ -260,12 +264,17 @@ def _over_rollouts(batch: RolloutBatch, values: Tensor) -> Tensor:
 
 
 def summarize(
-    scores: Scores | None, estimated: Estimated | None, mini_batches: int, groups: ParallelGroups
+    scores: Scores | None,
+    estimated: Estimated | None,
+    mini_batches: int,
+    groups: ParallelGroups,
+    *,
+    kl_metric: str = "reward/kl",
 ) -> tuple[list[float], dict[str, float]]:
     """Summarize the advantages on the last stage (the others give None), and broadcast the result to all stages.
 
     Returns, equal on all ranks, for each mini-batch the share of its responses with an advantage other than 0, and
-    metrics of the whole batch.
+    metrics of the whole batch; ``kl_metric`` is the name of the mean KL.
 
     Collectives: one SUM of 2 · mini_batches + 2 doubles over ``dp_cp``, one broadcast of them over ``pp``.
     """
@@ -277,7 +286,7 @@ def summarize(
 
     decided, responses, (kl, tokens) = sums.split([mini_batches, mini_batches, 2])
     decided_shares = (decided / responses.clamp(min=1)).tolist()
-    metrics = {"reward/kl": float(kl / tokens)} if tokens else {}
+    metrics = {kl_metric: float(kl / tokens)} if tokens else {}
     return decided_shares, metrics
 
 
