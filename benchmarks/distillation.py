@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.study.settings import POLICY_FILE, ROOT
 
 SEEDS = (1, 2, 3)
-STEPS = 100
+STEPS = 60
 TEACHER_SEED = 1
 # Model, task and learning rate of the study; rewards teach the teacher, and no one else.
 _COMMON = ("--config=configs/study/count_up.yaml", "--grpo-entropy-term-weight=0")
@@ -34,7 +34,7 @@ _STUDENT = (*_COMMON, f"--train-iters={STEPS}", "--policy-loss=distill", "--dist
 ENGINES = {
     "exact": ("--rollout-engine=study-none",),
     # An evaluation needs an interval that the staleness divides.
-    "stale": ("--rollout-engine=study-none", "--rollout-staleness=20", "--eval-interval=100"),
+    "stale": ("--rollout-engine=study-none", "--rollout-staleness=20", "--eval-interval=60"),
     "fp8": ("--rollout-engine=study-fp8",),
 }
 CORRECTIONS = {

@@ -63,7 +63,11 @@ def test_a_teacher_has_its_own_shape_and_the_runs_layout(configs):
             "--teacher-weights 1.0 2.0 | each of 1",
         ),
         ([DISTILL, "--teacher-temperature=0"], "--teacher-temperature 0.0 must be positive"),
-        ([DISTILL, "--teacher-prompt=python:tests.support.nothing:hint"], ""),
+        ([DISTILL, "--teacher-prompt=python:tests.support.nothing:hint"], "--teacher-prompt | no module tests.support"),
+        (
+            [DISTILL, "--teacher-prompt=python:tests.support.ranks:COLLECTIVE_SECONDS"],
+            "--teacher-prompt | name a function",
+        ),
     ],
     ids=str,
 )

@@ -90,13 +90,14 @@ def reference(folders, batch, loss_of_tokens):
     losses = loss_of_tokens(logits)
     loss = torch.where(mask, losses, 0).sum() / mask.sum()
     loss.backward()
-    return float(loss), {name: weight.grad for name, weight in student.named_parameters()}
+    return float(loss.detach()), {name: weight.grad for name, weight in student.named_parameters()}
 
 
-def token_weights(logits, batch, temperature=1.0):
-    """π_old/π_rollout of the sampled tokens, at most the bound; π_old is the student's."""
-    old = sampled_log_probs(logits.detach() / temperature, batch.tokens)
-    return (old - batch.rollout_log_probs[:, 1:].double()).exp().clamp(max=BOUND)
+def token_weights(logits, batch):
+    """π_old/π_rollout of the sampled tokens, at most the bound, and 0 elsewhere; π_old is the student's."""
+    old = sampled_log_probs(logits.detach(), batch.tokens)
+    ratio = (old - batch.rollout_log_probs[:, 1:].double()).exp()
+    return torch.where(batch.response_mask[:, 1:], ratio.clamp(max=BOUND), 0)
 
 
 def assert_step(found, expected, tolerance=2e-5):
