@@ -7,6 +7,7 @@ from megatron_rc.parallel.linear import linear_log_probs_and_entropy
 from megatron_rc.parallel.linear_divergence import linear_divergence
 from megatron_rc.parallel.processor import log_prob_processor
 from megatron_rc.parallel.request import LogProbRequest, LogProbs
+from megatron_rc.parallel.teacher import TeacherStates
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "LogProbs",
     "ParallelGroups",
     "SequenceLayout",
+    "TeacherStates",
     "linear_divergence",
     "linear_log_probs_and_entropy",
     "log_prob_processor",
