@@ -1,10 +1,13 @@
 """Tensors split over ranks: the tokens and the vocabulary rows that each rank holds."""
 
+from megatron_rc.parallel.divergence import vocab_parallel_divergence
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.linear import linear_log_probs_and_entropy
+from megatron_rc.parallel.linear_divergence import linear_divergence
 from megatron_rc.parallel.processor import log_prob_processor
 from megatron_rc.parallel.request import LogProbRequest, LogProbs
+from megatron_rc.parallel.teacher import TeacherStates
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
 __all__ = [
@@ -12,8 +15,11 @@ __all__ = [
     "LogProbs",
     "ParallelGroups",
     "SequenceLayout",
+    "TeacherStates",
+    "linear_divergence",
     "linear_log_probs_and_entropy",
     "log_prob_processor",
+    "vocab_parallel_divergence",
     "vocab_parallel_log_probs",
     "vocab_parallel_log_probs_and_entropy",
 ]

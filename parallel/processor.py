@@ -5,6 +5,7 @@ Megatron calls it on the last pipeline stage, instead of the output layer, and r
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rc.parallel.arguments import check_tensors
+from megatron_rc.parallel.divergence import vocab_parallel_divergence
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.linear import linear_log_probs_and_entropy
+from megatron_rc.parallel.linear_divergence import linear_divergence
+from megatron_rc.parallel.log_probs import counted_tokens
+from megatron_rc.parallel.teacher import TeacherStates
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs_and_entropy
+
+# The arguments, by name, of the functions of log-probs that those of divergences take too.
+_OF_BOTH = ("vocab_size", "temperature", "chunk_size", "support_ids", "support_offsets", "support_is_sorted")
 
 
 def log_prob_processor(
@@ -33,6 +41,7 @@ def log_prob_processor(
     support_offsets: Tensor | None = None,
     support_is_sorted: bool = False,
     entropy_over_support: bool = False,
+    teacher: TeacherStates | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Make an ``output_processor`` for the forward of Megatron-Core's ``GPTModel`` (0.18 and later).
 
@@ -57,6 +66,8 @@ def log_prob_processor(
         support_offsets: [labels + 1], int64.
         support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
+        teacher: what a teacher says about the tokens: the last result is then the divergence of the model from it. The
+            kept tokens apply to both. Default: no divergence.
 
     Returns:
         A function of the keyword arguments that Megatron passes. It reads ``hidden_states`` [s/cp, b, h], with sequence
@@ -64,8 +75,8 @@ def log_prob_processor(
         [b, s/cp] int64, indices into the whole vocabulary, equal on all ranks of ``tp_group``; ``loss_mask``, like the
         labels, of any dtype, 0 for tokens that do not count, by default those with the label -100; ``scale_logits``
         and ``config``. It ignores the others; nothing is gathered over the vocabulary. It returns (log_probs, entropy),
-        or (log_probs, entropy, Σπ²), each [b, s/cp], float32 (float64 for float64), differentiable, and equal on all
-        ranks of ``tp_group``.
+        or (log_probs, entropy, Σπ²), and with a teacher the divergence behind these; each [b, s/cp], float32 (float64
+        for float64), differentiable, and equal on all ranks of ``tp_group``.
 
         The output layer's hooks run, as around its forward. Fused, its weight's gradient is added to
         ``weight.main_grad`` if Megatron's config has ``gradient_accumulation_fusion``. Collectives: the function's.
@@ -73,7 +84,7 @@ def log_prob_processor(
     Raises:
         ValueError: by the returned function: no labels; a ``tp_group`` with another number of ranks than the output
             layer's group; fused, an output layer without a weight, or a ``scale_logits`` that does more than multiply
-            by a positive number; and the errors of the two functions.
+            by a positive number; and the errors of the functions.
     """
     options: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -86,13 +97,16 @@ def log_prob_processor(
         "support_offsets": support_offsets,
         "support_is_sorted": support_is_sorted,
     }
-    return partial(_processed, tp_group, fused, options)
+    if teacher is not None and teacher.temperature is None:
+        teacher = dataclasses.replace(teacher, temperature=temperature)
+    return partial(_processed, tp_group, fused, options, teacher)
 
 
 def _processed(
     tp_group: Group | None,
     fused: bool,
     options: dict[str, Any],
+    teacher: TeacherStates | None,
     *,
     hidden_states: Tensor,
     output_layer: nn.Module,
@@ -112,7 +126,22 @@ def _processed(
         logits = _logits(output_layer, hidden_states, output_weight)
         if scale_logits is not None:
             logits = scale_logits(logits)
-        return vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
+        logits = logits.transpose(0, 1)
+        results = vocab_parallel_log_probs_and_entropy(logits, labels, tp_group, mask=mask, **options)
+        if teacher is None:
+            return results
+        sequence_parallel = getattr(output_layer, "sequence_parallel", False)
+        divergence = vocab_parallel_divergence(
+            logits,
+            teacher.logits(tp_group, sequence_parallel=sequence_parallel).transpose(0, 1),
+            tp_group,
+            mask=counted_tokens(labels, mask),
+            teacher_temperature=teacher.temperature,
+            kind=teacher.kind,
+            beta=teacher.beta,
+            **{name: options[name] for name in _OF_BOTH},
+        )
+        return *results, divergence
 
     # The fused function takes hidden states as Megatron has them, [s, b, h], so labels and all else are transposed.
     support_ids, support_offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
@@ -124,7 +153,7 @@ def _processed(
     }
     accumulates = getattr(config, "gradient_accumulation_fusion", False)
     # In the layer's forward, so that hooks that gather its weight run first: DDP's with overlap_param_gather.
-    forward = partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options)
+    forward = partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options, teacher)
     with forward_of(output_layer, forward):
         results = output_layer(hidden_states, weight=output_weight)
     return tuple(values.t() for values in results)
@@ -136,6 +165,7 @@ def _multiplied(
     tp_group: Group | None,
     accumulates: bool,
     options: dict[str, Any],
+    teacher: TeacherStates | None,
     hidden: Tensor,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -147,6 +177,7 @@ def _multiplied(
         tp_group: the ranks that hold the other vocabulary rows.
         accumulates: the layer's backward adds its weight's gradient to ``weight.main_grad``.
         options: further arguments of :func:`~megatron_rc.parallel.linear.linear_log_probs_and_entropy`.
+        teacher: what a teacher says about the tokens; None: no divergence.
         hidden: [s/cp, b, h], with sequence parallelism [s/cp/tp, b, h].
         weight: [v/tp, h]. Default: the layer's own.
     """
@@ -154,16 +185,30 @@ def _multiplied(
         weight = getattr(layer, "weight", None)
     if weight is None:
         raise ValueError(f"output_layer is a {type(layer).__name__} without a weight: pass fused=False")
-    return linear_log_probs_and_entropy(
+    of_layer: dict[str, Any] = {
+        "bias": getattr(layer, "bias", None),
+        "sequence_parallel": getattr(layer, "sequence_parallel", False),
+        "gradient_accumulation": accumulates and torch.is_grad_enabled() and weight.requires_grad,
+    }
+    results = linear_log_probs_and_entropy(hidden, weight, labels, tp_group, **of_layer, **options)
+    if teacher is None:
+        return results
+    assert teacher.temperature is not None  # log_prob_processor has filled it in
+    divergence = linear_divergence(
         hidden,
         weight,
-        labels,
+        teacher.hidden_states,
+        teacher.weight,
         tp_group,
-        bias=getattr(layer, "bias", None),
-        sequence_parallel=getattr(layer, "sequence_parallel", False),
-        gradient_accumulation=accumulates and torch.is_grad_enabled() and weight.requires_grad,
-        **options,
+        teacher_bias=teacher.bias,
+        teacher_temperature=teacher.temperature / factor_of(teacher.scale_logits),
+        mask=counted_tokens(labels, options["mask"]),
+        kind=teacher.kind,
+        beta=teacher.beta,
+        **of_layer,
+        **{name: options[name] for name in _OF_BOTH},
     )
+    return *results, divergence
 
 
 def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ BLOCK_ENTRIES = 2**18  # entries of a block of rows on a CPU: their logits are g
 LEAST_RELATIVE_SUM = 1e-8
 
 
-def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> None:
+def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int, *, of: str = "labels") -> None:
     """Check the shapes and dtypes of a caller's kept tokens; None for both means that there are none.
 
     Raises:
@@ -39,7 +39,7 @@ def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> No
             raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected a list of int64, or int32")
     if offsets is not None and len(offsets) != tokens + 1:
         raise ValueError(
-            f"support_offsets has {len(offsets)} numbers: expected {tokens + 1}, one more than there are labels"
+            f"support_offsets has {len(offsets)} numbers: expected {tokens + 1}, one more than there are {of}"
         )
 
 
