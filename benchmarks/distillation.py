@@ -1,6 +1,6 @@
 """Distillation of a trained model of count_up into a fresh one, with rollouts that are stale or in fp8.
 
-    python -m benchmarks.distillation [--data docs/distillation.json] [--runs runs/distillation] [--seconds 3600]
+    python -m benchmarks.distillation [--data docs/distillation.jsonl] [--runs runs/distillation] [--seconds 3600]
 
 A teacher of four layers learns count_up from rewards. Fresh students of two layers then learn from the teacher alone
 (``--policy-loss distill``, the reverse KL over the whole vocabulary), without rewards. Each kind of run has three
@@ -77,7 +77,7 @@ def runs() -> list[Run]:
 def main() -> None:
     """Make the runs that the data file lacks, until the time is over."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description=__doc__)
-    parser.add_argument("--data", type=Path, default=ROOT / "docs" / "distillation.json")
+    parser.add_argument("--data", type=Path, default=ROOT / "docs" / "distillation.jsonl")
     parser.add_argument("--runs", type=Path, default=Path("runs/distillation"), help="folder of the runs")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no run after so many seconds")
     args = parser.parse_args()
