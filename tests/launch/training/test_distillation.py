@@ -13,14 +13,20 @@ from megatron_rc.launch.rollouts.teacher_scores import TeacherScores, rows_of
 from tests.support.distillation_oracle import divergences, sampled_log_probs, top_k_divergence
 from tests.support.published_models import GATED, words_of
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer, recorded_batch, save_initial, share
+from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch, save_initial, share
+from tests.support.rollout_servers import CONFIG, running
+from tests.support.runs import read
+from tests.support.teacher_servers import TeacherAnswers
+from tests.support.training_runs import agreed, run_training
 
 STUDENT = transformers.Qwen3Config(**GATED, head_dim=16, tie_word_embeddings=False)
 # Another family, width and number of layers, with tied embeddings.
 TEACHER = transformers.LlamaConfig(
     **GATED | {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 8}, tie_word_embeddings=True
 )
-SGD = ["--optimizer=sgd", "--sgd-momentum=0", "--clip-grad=0", "--lr=1", "--train-iters=2", "--grpo-iterations=1"]
+# A step so large that the change of a weight has all digits of its gradient.
+RATE = 64
+SGD = ["--optimizer=sgd", "--sgd-momentum=0", "--clip-grad=0", f"--lr={RATE}", "--train-iters=2", "--grpo-iterations=1"]
 # Token weights up to 1.5, and no rejection.
 WEIGHTS = ["--rollout-is=token", "--rollout-is-threshold=1.5", "--rollout-rs=none", "--grpo-kl-beta=0"]
 BOUND = 1.5
@@ -50,20 +56,20 @@ def read_model(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
-def words(folders, layout, *more):
+def flags_of(folders, layout, *more):
     """Flags of a run on recorded rollouts, without a threshold of a rejection."""
     common = [word for word in words_of(folders[0], layout) if not word.startswith("--rollout-")]
     return [*common, *SGD, *WEIGHTS, f"--teacher-load-hf={folders[1]}", *more]
 
 
-def one_step(flags, hinted=None, served=None):
-    """(metrics of one step on the first recorded batch, the change of the weights by Hugging Face's names).
+def one_step(words, hinted=None, served=None):
+    """(metrics of one step on the first recorded batch, gradients by Hugging Face's names).
 
     ``hinted``: tokens and shifts of rows with the teacher's own prompts. ``served``: a teacher's log-probs of all rows.
     """
     from megatron_rc.launch.weights.converter import export_model
 
-    trainer = make_trainer(flags)
+    trainer = make_trainer(words)
 
     def weights():
         return {name: tensor.clone() for name, tensor in export_model(trainer.chunks, trainer.config, trainer.groups)}
@@ -79,7 +85,7 @@ def one_step(flags, hinted=None, served=None):
     prepared = trainer.prepare(rollouts, None, teacher_input)
     metrics = trainer.update(prepared, 0)
     after = weights()
-    return metrics, {name: before[name] - after[name] for name in before}
+    return metrics, {name: (before[name].double() - after[name].double()) / RATE for name in before}
 
 
 def reference(folders, batch, loss_of_tokens):
@@ -109,7 +115,7 @@ def assert_step(found, expected, tolerance=2e-5):
     assert got.keys() == gradients.keys()
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, want in gradients.items():
-        distance = float((got[name].double() - want).norm())
+        distance = float((got[name] - want).norm())
         assert distance <= tolerance * float(want.norm()) + 0.1 * tolerance * largest, name
 
 
@@ -133,8 +139,8 @@ def test_a_step_on_the_divergence_equals_the_reference(ranks, folders, layout, k
     def loss_of_tokens(logits):
         return token_weights(logits, batch) * divergences(logits, teacher_logits / temperature, kind, beta)
 
-    flags = words(folders, layout, "--policy-loss=distill", f"--distillation-kind={kind}", *more)
-    found = ranks.run(one_step, layout, flags)
+    run_flags = flags_of(folders, layout, "--policy-loss=distill", f"--distillation-kind={kind}", *more)
+    found = ranks.run(one_step, layout, run_flags)
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
 
@@ -174,7 +180,7 @@ def test_a_teacher_with_a_hint_is_aligned_by_response_token(ranks, folders, layo
     def loss_of_tokens(logits):
         return token_weights(logits, batch) * divergences(logits, teacher_logits, "reverse_kl", 0.5)
 
-    found = ranks.run(one_step, layout, words(folders, layout, "--policy-loss=distill", *more), (tokens, shifts))
+    found = ranks.run(one_step, layout, flags_of(folders, layout, "--policy-loss=distill", *more), (tokens, shifts))
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
 
@@ -190,7 +196,7 @@ def test_a_hint_changes_the_teachers_advantages_alike(ranks, folders):
 
     more = ["--policy-loss=reinforce", "--advantage-estimator=distillation", "--rl-use-sequence-packing"]
     layout = Layout(cp=2)
-    found = ranks.run(one_step, layout, words(folders, layout, *more), (tokens, shifts))
+    found = ranks.run(one_step, layout, flags_of(folders, layout, *more), (tokens, shifts))
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
 
@@ -228,10 +234,10 @@ def test_a_teacher_that_gives_its_likeliest_tokens(ranks, folders, layout, tail,
         divergence = top_k_divergence(logits, top_ids, top_log_probs, batch.tokens[:, 1:], label_log_probs, tail)
         return token_weights(logits, batch) * divergence
 
-    flags = [word for word in words(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
+    run_flags = [word for word in flags_of(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
     urls = ",".join(["http://127.0.0.1:1"] * layout.dp)
-    flags += ["--policy-loss=distill", f"--teacher-url={urls}", f"--teacher-tail={tail}"]
-    found = ranks.run(one_step, layout, flags, None, scores)
+    run_flags += ["--policy-loss=distill", f"--teacher-url={urls}", f"--teacher-tail={tail}"]
+    found = ranks.run(one_step, layout, run_flags, None, scores)
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
 
@@ -247,7 +253,7 @@ def test_the_divergence_joins_the_objective(ranks, folders):
         return token_weights(logits, batch) * (policy + 0.3 * divergences(logits, teacher_logits, "reverse_kl", 0.5))
 
     more = ["--policy-loss=reinforce", "--advantage-estimator=grpo-no-std", "--distillation-coef=0.3"]
-    found = ranks.run(one_step, Layout(dp=2), words(folders, Layout(dp=2), *more))
+    found = ranks.run(one_step, Layout(dp=2), flags_of(folders, Layout(dp=2), *more))
     assert_step(found, reference(folders, batch, loss_of_tokens))
     assert found[0][0]["distillation/reverse_kl"] > 0
 
@@ -266,9 +272,9 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(ranks, folders,
         return -token_weights(logits, batch) * (teacher - log_probs.detach()) * log_probs
 
     more = ["--policy-loss=reinforce", "--advantage-estimator=distillation", "--teacher-weights", "0.25", "0.75"]
-    flags = [word for word in words(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
-    flags += ["--teacher-load-hf", str(folders[1]), str(folders[2])]
-    found = ranks.run(one_step, layout, flags)
+    run_flags = [word for word in flags_of(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
+    run_flags += ["--teacher-load-hf", str(folders[1]), str(folders[2])]
+    found = ranks.run(one_step, layout, run_flags)
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
 
@@ -276,18 +282,41 @@ def test_a_teacher_comes_from_checkpoints_of_another_layout(ranks, folders, tmp_
     """The same step as with the directory that the checkpoint was made of."""
     saved = Layout(tp=2)
     ranks.run(save_initial, saved, [*words_of(folders[1], saved), f"--save={tmp_path}/teacher"])
-    flags = words(folders, Layout(pp=2), "--policy-loss=distill")
-    of_directory = ranks.run(one_step, Layout(pp=2), flags)[0]
-    flags = [word for word in flags if not word.startswith("--teacher-load-hf")]
-    of_checkpoint = ranks.run(one_step, Layout(pp=2), [*flags, f"--teacher-load={tmp_path}/teacher"])[0]
+    run_flags = flags_of(folders, Layout(pp=2), "--policy-loss=distill")
+    of_directory = ranks.run(one_step, Layout(pp=2), run_flags)[0]
+    run_flags = [word for word in run_flags if not word.startswith("--teacher-load-hf")]
+    of_checkpoint = ranks.run(one_step, Layout(pp=2), [*run_flags, f"--teacher-load={tmp_path}/teacher"])[0]
     assert of_checkpoint[0]["loss/total"] == of_directory[0]["loss/total"]
     for name, gradient in of_directory[1].items():
         assert torch.equal(of_checkpoint[1][name], gradient), name
 
 
-def bytes_of_teacher(flags):
+def test_a_server_and_its_recorded_log_probs_teach_alike(ranks, tmp_path):
+    """A run with a server, which reads prompts with a hint; then the same steps from files, without any server."""
+    short = ["--num-layers=2", "--micro-batch-size=8", "--train-iters=2", "--grpo-iterations=1", "--lr=1e-3"]
+    common = [*flags(tmp_path, *short, *WEIGHTS), "--policy-loss=distill", "--teacher-top-k=4", "--rollout-dtype=fp32"]
+    common = [word for word in common if not word.startswith("--rollout-rs-threshold")]
+    with running(kind=TeacherAnswers) as server:
+        torch.manual_seed(0)
+        server.model = transformers.AutoModelForCausalLM.from_config(CONFIG).double()
+        urls = ",".join([server.url] * 2)
+        more = [f"--teacher-url={urls}", "--teacher-prompt=python:tests.support.teacher_servers:with_hint"]
+        more += [f"--save-rollouts={tmp_path}/rollouts", f"--save-teacher={tmp_path}/teacher", "--run-name=served"]
+        assert agreed(ranks.run(run_training, Layout(dp=2), [*common, *more])) is None
+        prompts = [body["prompt"] for path, body in server.seen if path == "/v1/completions"]
+    assert len(prompts) == 2 * SEQUENCES
+    more = [f"--load-rollouts={tmp_path}/rollouts", f"--teacher-files={tmp_path}/teacher", "--run-name=recorded"]
+    assert agreed(ranks.run(run_training, Layout(), [*common, *more])) is None
+    served, recorded = (read(tmp_path / name) for name in ("served", "recorded"))
+    for first, second in zip(served, recorded, strict=True):
+        assert first["distillation/reverse_kl"] > 0
+        for name in ("distillation/reverse_kl", "loss/total", "grad_norm"):
+            assert second[name] == pytest.approx(first[name], rel=1e-5), name
+
+
+def bytes_of_teacher(words):
     """(bytes of the teacher's weights outside of its passes, of its output layer)."""
-    trainer = make_trainer(flags)
+    trainer = make_trainer(words)
     trainer.prepare(share(trainer, 0))
     (teacher,) = trainer.teachers.teachers
     storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in teacher.chunks[0].parameters()}
@@ -295,7 +324,6 @@ def bytes_of_teacher(flags):
 
 
 def test_its_weights_wait_in_host_memory(ranks, folders):
-    outside, of_output_layer = ranks.run(bytes_of_teacher, Layout(), words(folders, Layout(), "--policy-loss=distill"))[
-        0
-    ]
+    run_flags = flags_of(folders, Layout(), "--policy-loss=distill")
+    outside, of_output_layer = ranks.run(bytes_of_teacher, Layout(), run_flags)[0]
     assert outside == of_output_layer
