@@ -308,8 +308,8 @@ def valid_positions(support: Support | None, counted: Tensor) -> Tensor:
     if support is None:
         return torch.ones_like(counted)
     is_out_of_range = (support.ids < 0) | (support.ids >= support.vocab_size)
-    row = torch.repeat_interleave(support.counts, output_size=len(support.ids))
-    num_out_of_range = torch.zeros_like(support.counts).index_add_(0, row, is_out_of_range.to(support.counts.dtype))
+    num_out_of_range = torch.zeros_like(support.counts)
+    num_out_of_range.index_add_(0, support.row_of_entries(), is_out_of_range.to(num_out_of_range.dtype))
     return (num_out_of_range == 0) & support.valid
 
 

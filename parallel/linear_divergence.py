@@ -7,7 +7,7 @@ backward multiplies again, and overwrites each chunk of the student's logits wit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,18 @@ def linear_divergence(
         support_is_sorted=support_is_sorted,
     )
     options = LinearOptions(spec.call, sequence_parallel, gradient_accumulation)
-    tokens = _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, options)
+    tokens = check_output_layer("", hidden, weight, bias, options)
+    of_teacher = replace(options, gradient_accumulation=False)
+    if check_output_layer("teacher_", teacher_hidden, teacher_weight, teacher_bias, of_teacher) != tokens:
+        raise ValueError(
+            f"teacher_hidden {tuple(teacher_hidden.shape)} and hidden {tuple(hidden.shape)} differ before the last "
+            "dimension: expected the same tokens"
+        )
+    if weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight has {teacher_weight.shape[0]} rows and weight {weight.shape[0]}: both policies need one "
+            "vocabulary, padded and split alike"
+        )
     check_tensors({"mask": mask, "support_ids": support_ids, "support_offsets": support_offsets})
     check_mask_of("hidden", tokens, mask)
     check_support(support_ids, support_offsets, tokens.numel(), of="tokens")
@@ -160,54 +171,25 @@ class _OutputLayer:
         return chunk_logits(options.gather(self.rows[part]), self.weight, self.bias)
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    options: LinearOptions,
+def check_output_layer(
+    prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LinearOptions
 ) -> torch.Size:
-    """Return the shape of the tokens; ValueError for arguments whose shapes or dtypes do not fit together."""
-    check_tensors(
-        {"bias": bias, "teacher_bias": teacher_bias},
-        hidden=hidden,
-        weight=weight,
-        teacher_hidden=teacher_hidden,
-        teacher_weight=teacher_weight,
-    )
-    for prefix, layer in (
-        ("", _OutputLayer(hidden, weight, bias)),
-        ("teacher_", _OutputLayer(teacher_hidden, teacher_weight, teacher_bias)),
-    ):
-        if not layer.hidden.is_floating_point() or layer.hidden.dtype != layer.weight.dtype:
-            raise ValueError(
-                f"{prefix}hidden is {layer.hidden.dtype} and {prefix}weight {layer.weight.dtype}: expected one float "
-                "dtype"
-            )
-        if layer.weight.dim() != 2 or not layer.hidden.dim() or layer.hidden.shape[-1] != layer.weight.shape[1]:
-            raise ValueError(
-                f"{prefix}hidden {tuple(layer.hidden.shape)} and {prefix}weight {tuple(layer.weight.shape)} cannot be "
-                "multiplied"
-            )
-        if layer.bias is not None and (
-            layer.bias.shape != layer.weight.shape[:1] or layer.bias.dtype != layer.weight.dtype
-        ):
-            raise ValueError(
-                f"{prefix}bias is {layer.bias.dtype} {tuple(layer.bias.shape)}: expected one number a row of the weight"
-            )
+    """Return the shape of the tokens, of all slices; ValueError for an output layer whose parts do not fit together.
 
-    if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+    ``prefix`` stands before the names of the arguments in messages.
+    """
+    check_tensors({f"{prefix}bias": bias}, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
+    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
         raise ValueError(
-            f"teacher_hidden {tuple(teacher_hidden.shape)} and hidden {tuple(hidden.shape)} differ before the last "
-            "dimension: expected the same tokens"
+            f"{prefix}hidden is {hidden.dtype} and {prefix}weight {weight.dtype}: expected one float dtype"
         )
-    if weight.shape[0] != teacher_weight.shape[0]:
+    if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"teacher_weight has {teacher_weight.shape[0]} rows and weight {weight.shape[0]}: both policies need one "
-            "vocabulary, padded and split alike"
+            f"{prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)} cannot be multiplied"
         )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(f"{prefix}bias is {bias.dtype} {tuple(bias.shape)}: expected one number a row of the weight")
+
     tokens = list(hidden.shape[:-1])
     if options.sequence_parallel:
         if not tokens:

@@ -16,16 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rc.parallel.arguments import check_tensors
-from megatron_rc.parallel.divergence import vocab_parallel_divergence
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.linear import linear_log_probs_and_entropy
-from megatron_rc.parallel.linear_divergence import linear_divergence
 from megatron_rc.parallel.log_probs import counted_tokens
-from megatron_rc.parallel.teacher import TeacherStates
+from megatron_rc.parallel.scale_logits import factor_of
+from megatron_rc.parallel.teacher import Teacher, TeacherStates, TeacherTopK
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs_and_entropy
-
-# The arguments, by name, of the functions of log-probs that those of divergences take too.
-_OF_BOTH = ("vocab_size", "temperature", "chunk_size", "support_ids", "support_offsets", "support_is_sorted")
 
 
 def log_prob_processor(
@@ -41,7 +37,7 @@ def log_prob_processor(
     support_offsets: Tensor | None = None,
     support_is_sorted: bool = False,
     entropy_over_support: bool = False,
-    teacher: TeacherStates | None = None,
+    teacher: Teacher | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Make an ``output_processor`` for the forward of Megatron-Core's ``GPTModel`` (0.18 and later).
 
@@ -67,7 +63,9 @@ def log_prob_processor(
         support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
         teacher: what a teacher says about the tokens: the last result is then the divergence of the model from it. The
-            kept tokens apply to both. Default: no divergence.
+            kept tokens apply to both policies; a :class:`~megatron_rc.parallel.teacher.TeacherTopK` allows none.
+            Without ``fused`` the gradients of log-probs and divergence are two tensors of the logits' size. Default: no
+            divergence.
 
     Returns:
         A function of the keyword arguments that Megatron passes. It reads ``hidden_states`` [s/cp, b, h], with sequence
@@ -82,7 +80,8 @@ def log_prob_processor(
         ``weight.main_grad`` if Megatron's config has ``gradient_accumulation_fusion``. Collectives: the function's.
 
     Raises:
-        ValueError: by the returned function: no labels; a ``tp_group`` with another number of ranks than the output
+        ValueError: a TeacherTopK with kept tokens. By the returned function: no labels; a ``tp_group`` with another
+        number of ranks than the output
             layer's group; fused, an output layer without a weight, or a ``scale_logits`` that does more than multiply
             by a positive number; and the errors of the functions.
     """
@@ -97,8 +96,13 @@ def log_prob_processor(
         "support_offsets": support_offsets,
         "support_is_sorted": support_is_sorted,
     }
-    if teacher is not None and teacher.temperature is None:
+    if isinstance(teacher, TeacherStates) and teacher.temperature is None:
         teacher = dataclasses.replace(teacher, temperature=temperature)
+    if isinstance(teacher, TeacherTopK) and support_ids is not None:
+        raise ValueError(
+            "teacher with log-probs of few tokens and support_ids: its log-probs are over the whole vocabulary, and "
+            "those over the kept tokens do not follow from them: pass a TeacherStates, or leave support_ids out"
+        )
     return partial(_processed, tp_group, fused, options, teacher)
 
 
@@ -106,7 +110,7 @@ def _processed(
     tp_group: Group | None,
     fused: bool,
     options: dict[str, Any],
-    teacher: TeacherStates | None,
+    teacher: Teacher | None,
     *,
     hidden_states: Tensor,
     output_layer: nn.Module,
@@ -126,31 +130,25 @@ def _processed(
         logits = _logits(output_layer, hidden_states, output_weight)
         if scale_logits is not None:
             logits = scale_logits(logits)
-        logits = logits.transpose(0, 1)
-        results = vocab_parallel_log_probs_and_entropy(logits, labels, tp_group, mask=mask, **options)
+        results = vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
         if teacher is None:
             return results
-        sequence_parallel = getattr(output_layer, "sequence_parallel", False)
-        divergence = vocab_parallel_divergence(
+        divergence = teacher.by_columns(labels).divergence_from_logits(
             logits,
-            teacher.logits(tp_group, sequence_parallel=sequence_parallel).transpose(0, 1),
+            labels.t(),
             tp_group,
-            mask=counted_tokens(labels, mask),
-            teacher_temperature=teacher.temperature,
-            kind=teacher.kind,
-            beta=teacher.beta,
-            **{name: options[name] for name in _OF_BOTH},
+            counted_tokens(labels, mask).t(),
+            _of_both(options | _support_by_columns(options, labels)),
+            sequence_parallel=getattr(output_layer, "sequence_parallel", False),
         )
-        return *results, divergence
+        return *results, divergence.t()
 
     # The fused function takes hidden states as Megatron has them, [s, b, h], so labels and all else are transposed.
-    support_ids, support_offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
-    options = options | {
-        "temperature": options["temperature"] / factor_of(scale_logits),
-        "support_ids": support_ids,
-        "support_offsets": support_offsets,
-        "mask": None if mask is None else mask.t(),
-    }
+    options = options | _support_by_columns(options, labels)
+    options["temperature"] = options["temperature"] / factor_of(scale_logits)
+    options["mask"] = None if mask is None else mask.t()
+    if teacher is not None:
+        teacher = teacher.by_columns(labels)
     accumulates = getattr(config, "gradient_accumulation_fusion", False)
     # In the layer's forward, so that hooks that gather its weight run first: DDP's with overlap_param_gather.
     forward = partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options, teacher)
@@ -165,7 +163,7 @@ def _multiplied(
     tp_group: Group | None,
     accumulates: bool,
     options: dict[str, Any],
-    teacher: TeacherStates | None,
+    teacher: Teacher | None,
     hidden: Tensor,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -193,22 +191,22 @@ def _multiplied(
     results = linear_log_probs_and_entropy(hidden, weight, labels, tp_group, **of_layer, **options)
     if teacher is None:
         return results
-    assert teacher.temperature is not None  # log_prob_processor has filled it in
-    divergence = linear_divergence(
-        hidden,
-        weight,
-        teacher.hidden_states,
-        teacher.weight,
-        tp_group,
-        teacher_bias=teacher.bias,
-        teacher_temperature=teacher.temperature / factor_of(teacher.scale_logits),
-        mask=counted_tokens(labels, options["mask"]),
-        kind=teacher.kind,
-        beta=teacher.beta,
-        **of_layer,
-        **{name: options[name] for name in _OF_BOTH},
+    divergence = teacher.divergence_from_hidden(
+        hidden, weight, labels, tp_group, counted_tokens(labels, options["mask"]), of_layer | _of_both(options)
     )
     return *results, divergence
+
+
+def _of_both(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, by name, that functions of log-probs and of divergences both take."""
+    names = ("vocab_size", "temperature", "chunk_size", "support_ids", "support_offsets", "support_is_sorted")
+    return {name: options[name] for name in names}
+
+
+def _support_by_columns(options: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+    """The arguments of the kept tokens, by name, in the order of ``labels.t()``."""
+    ids, offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
+    return {"support_ids": ids, "support_offsets": offsets}
 
 
 def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:
@@ -256,31 +254,6 @@ def _checked(
 
     mask = None if loss_mask is None else loss_mask != 0
     return labels, mask
-
-
-def factor_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
-    """The positive number that ``scale_logits`` multiplies by; 1 without a function.
-
-    It is called with four numbers on the CPU, so that the host waits for no GPU.
-
-    Raises:
-        ValueError: the function does more than multiply by a positive number, as a soft cap does.
-    """
-    if scale_logits is None:
-        return 1.0
-
-    def scaled(logit: float) -> float:
-        return float(scale_logits(torch.tensor(logit, dtype=torch.float64, device="cpu")))
-
-    factor = scaled(1.0)
-    # A product with a power of 2 is exact; the large ones show bounds.
-    for logit in (2.0, 2.0**20, -(2.0**20)):
-        if factor <= 0 or scaled(logit) != logit * factor:
-            raise ValueError(
-                f"scale_logits makes {factor} of 1 and {scaled(logit)} of {logit:g}, which is no multiplication by a "
-                "positive number: log_prob_processor needs fused=False, LogProbRequest mode='auto'"
-            )
-    return factor
 
 
 def _by_columns(ids: Tensor | None, offsets: Tensor | None, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:
