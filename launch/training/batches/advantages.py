@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages import distillation_advantages
+from megatron_rc.advantages.distillation import distillation_advantages
 from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax, whiten
