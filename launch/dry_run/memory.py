@@ -175,7 +175,7 @@ def _teacher_bytes(config: RunConfig, stage: int, tokens: int, dynamic: int) -> 
         resident += output_layer
         passing = max(passing, weights - output_layer)
         if config.launch.on_cpu:
-            resident += weights
+            resident += weights - output_layer
     return resident + max(0, passing - dynamic)
 
 

@@ -315,15 +315,25 @@ def test_a_server_and_its_recorded_log_probs_teach_alike(ranks, tmp_path):
 
 
 def bytes_of_teacher(words):
-    """(bytes of the teacher's weights outside of its passes, of its output layer)."""
+    """(bytes of the teacher's weights on the device outside of its passes, of its output layer, of its hidden states).
+
+    And of all its weights, and of the teacher by a dry run's formulas.
+    """
+    from megatron_rc.launch.dry_run.memory import stage_memories
+
     trainer = make_trainer(words)
-    trainer.prepare(share(trainer, 0))
     (teacher,) = trainer.teachers.teachers
+    all_weights = sum(weight.nbytes for weight in teacher.chunks[0].parameters())
+    prepared = trainer.prepare(share(trainer, 0))
     storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in teacher.chunks[0].parameters()}
-    return sum(storage.nbytes() for storage in storages.values()), teacher.output_weight.nbytes
+    outside = sum(storage.nbytes() for storage in storages.values())
+    hidden = prepared.batch.local.teacher_hidden.nbytes
+    return outside, teacher.output_weight.nbytes, hidden, all_weights, stage_memories(trainer.config)[0].teacher
 
 
-def test_its_weights_wait_in_host_memory(ranks, folders):
-    run_flags = flags_of(folders, Layout(), "--policy-loss=distill")
-    outside, of_output_layer = ranks.run(bytes_of_teacher, Layout(), run_flags)[0]
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, cp=2, sp=True)], ids=str)
+def test_its_weights_wait_in_host_memory(ranks, folders, layout):
+    run_flags = flags_of(folders, layout, "--policy-loss=distill")
+    outside, of_output_layer, hidden, all_weights, by_formula = ranks.run(bytes_of_teacher, layout, run_flags)[0]
     assert outside == of_output_layer
+    assert by_formula == hidden + all_weights
