@@ -168,7 +168,8 @@ class RolloutCollector:
         if self.config.advantages.advantage_estimator == "remax":
             self.baselines = self.broadcast.value(baselines).to(self.config.launch.device)
         if self.config.has_teacher_input:
-            teacher_input = self.broadcast.value(None if sampled is None else sampled.teacher_input)
+            local_input = None if sampled is None else sampled.teacher_input
+            teacher_input = cast(TeacherInput, self.broadcast.value(local_input))
             self.teacher_input = teacher_input.to(self.config.launch.device)
         self.routed_experts = None if batch is None else batch.routed_experts
         if self.routed_experts is not None and self.config.routing is None and not self._said_experts:

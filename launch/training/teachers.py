@@ -101,7 +101,8 @@ def _output_weight(chunk: Any) -> Tensor | None:
     if chunk.share_embeddings_and_output_weights:
         weight: Tensor = chunk.shared_embedding_or_output_weight()
         return weight.detach()
-    return chunk.output_layer.weight.detach()
+    own_weight: Tensor = chunk.output_layer.weight
+    return own_weight.detach()
 
 
 class Teachers:
