@@ -420,6 +420,8 @@ class Trainer(TrainedModel):
             del metrics["policy/dual_clip_fraction"]
         if self.reference is None:
             del metrics["policy/reference_kl"]
+        if not loss.distils:
+            del metrics["policy/divergence"]
         return metrics
 
     def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
