@@ -86,7 +86,8 @@ def top_k_divergence(
     Returns:
         [...], float32 (float64 for float64 logits), equal on all ranks of ``tp_group``, which must all use it alike.
         NaN at a counted position where an id comes twice, an id or a label is out of range, or the teacher's
-        probabilities have a sum above 1.001; everywhere if the offsets do not ascend from 0 to the number of ids.
+        probabilities are NaN or have a sum above 1.001; everywhere if the offsets do not ascend from 0 to the number of
+        ids.
 
     Memory: one chunk and its scratch, some numbers for each id, and in the backward the gradient. On a GPU the host
     waits for the device.
@@ -312,13 +313,17 @@ class TopK:
         assert support is not None
         row = support.row_of_entries()
         used = self.counted & self._valid(support, row)
-        used_ids = torch.where(used[row], support.ids, -1)
-        if self.labels is None:
+        if self.labels is None or self.label_log_probs is None:
             of_k = torch.arange(len(row), device=row.device)
+            used_ids = torch.where(used[row], support.ids, -1)
             return Entries(replace(support, ids=used_ids), of_k, None, row, used, None)
 
-        is_in_k = torch.zeros_like(used).index_put_((row[support.ids == self.labels[row]],), used.new_ones(()))
+        num_equal = torch.zeros_like(support.counts)
+        is_in_k = num_equal.index_add_(0, row, (support.ids == self.labels[row]).to(num_equal.dtype)) > 0
+        is_in_vocabulary = (self.labels >= 0) & (self.labels < support.vocab_size)
+        used = used & is_in_vocabulary & (is_in_k | (self.label_log_probs.exp() <= MOST_MASS))
         has_tail_sample = used & ~is_in_k
+        used_ids = torch.where(used[row], support.ids, -1)
         # Each position's label stands behind its ids, which move by one place for each position before.
         of_k = torch.arange(len(row), device=row.device) + row
         of_label = support.offsets[1:] + torch.arange(len(used), device=row.device)
@@ -330,7 +335,7 @@ class TopK:
         return Entries(with_labels, of_k, of_label, row, used, has_tail_sample)
 
     def _valid(self, support: Support, row: Tensor) -> Tensor:
-        """Whether each position's ids are distinct and in the vocabulary, its label too, and q's sum at most 1: [t]."""
+        """Whether each position's ids are distinct and in the vocabulary, and the sum of q at most 1, [t] bool."""
         ids = support.ids.clamp(-1, support.vocab_size)
         is_wrong = (ids < 0) | (ids == support.vocab_size)
         # Ids of all positions in one order: equal ids of one position become neighbours.
@@ -338,10 +343,8 @@ class TopK:
         is_wrong[order[1:]] |= keys[1:] == keys[:-1]
         num_wrong = torch.zeros_like(support.counts).index_add_(0, row, is_wrong.to(support.counts.dtype))
         mass = self.log_probs.new_zeros(len(support.counts)).index_add_(0, row, self.log_probs.exp())
-        valid = (num_wrong == 0) & ~(mass > MOST_MASS) & support.valid
-        if self.labels is not None:
-            valid = valid & (self.labels >= 0) & (self.labels < support.vocab_size)
-        return valid
+        # Written so that NaN is not at most 1.
+        return (num_wrong == 0) & (mass <= MOST_MASS) & support.valid
 
     def divergence(self, entries: Entries, selected: Selected) -> Tensor:
         """The divergence of each position from the selected logits, [t] float64, in their graph."""

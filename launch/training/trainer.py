@@ -361,6 +361,10 @@ class Trainer(TrainedModel):
         # 4. The correction in the loss accepts no token.
         if metrics is None:
             return self._step_metrics() | self.skip()
+        if self.config.loss.distils:
+            # Named by its kind: those of two runs can be compared only if they are of one.
+            kind = self.config.loss.distillation_kind
+            metrics[f"distillation/{kind}"] = metrics.pop("policy/divergence")
         if is_first and not self.correction.corrects_in_loss:
             # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
@@ -437,9 +441,8 @@ class Trainer(TrainedModel):
             del metrics["policy/dual_clip_fraction"]
         if self.reference is None:
             del metrics["policy/reference_kl"]
-        divergence = metrics.pop("policy/divergence")
-        if loss.distils:
-            metrics[f"distillation/{loss.distillation_kind}"] = divergence
+        if not loss.distils:
+            del metrics["policy/divergence"]
         return metrics
 
     def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
