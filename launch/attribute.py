@@ -93,10 +93,10 @@ def read_records(paths: Sequence[Path]) -> RolloutBatch:
 def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribution:
     """Attribute a batch, with Megatron-Core on the CPU."""
     from megatron_rc.launch.distributed import alone
+    from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.attribution import attribute_batch
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-    from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.models.build import wrap_chunks
     from megatron_rc.launch.training.models.passes import ModelPasses
     from megatron_rc.launch.training.models.routing_replay import RoutingReplay

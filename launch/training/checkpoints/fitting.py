@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_rc.launch.checkpoint_folders import iteration_folder
 from megatron_rc.launch.errors import flag
+from megatron_rc.launch.flags.saved_settings import settings_beside
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.checkpoints.contents import Kept
-from megatron_rc.launch.training.checkpoints.saved_settings import settings_beside
 
 _log = logging.getLogger("megatron_rc")
 
