@@ -47,7 +47,7 @@ def attribute(
 ) -> Attribution:
     """Share the mismatch of engine and trainer out among the parameters.
 
-        Σ_t a_t Δ_t  =  Σ_p ⟨∂/∂W_p Σ_t a_t log π_M(t),  W_p - W̃_p⟩  +  O(δ³) Σ_t |a_t|,     M = (W + W̃) / 2
+        Σ_t a_t Δ_t  =  Σ_p ⟨∂/∂W_p Σ_t a_t log π_M(t),  W_p - W̃_p⟩  +  O(δ³) Σ_t abs(a_t),     M = (W + W̃) / 2
 
     with the trainer's weights W, the engine's W̃ and Δ_t = log π_W(t) - log π_W̃(t); a_t = D_t, or 1 if ``signed``.
     With several nodes the mean of the gradients at Gauss's and Legendre's nodes takes the place of the gradient at M.

@@ -149,10 +149,10 @@ def policy_loss(
       are on a difference of probabilities; c is ``dual_clip``. Qi et al. 2026, "Rethinking the Trust Region in LLM
       Reinforcement Learning".
     - ``dppo_kl``: the same, and 0 if D(π_old ‖ π_θ) > high with A > 0 and π_θ > π_old, or > low with A ≤ 0 and
-      π_θ < π_old. D is the KL of two events, this token and any other (:func:`.two_point_kl`), in nats.
+      π_θ < π_old. D is the KL of two events, this token and any other (``megatron_rc.numerics.two_point_kl``), in nats.
     - ``cppo``: -A r, and 0 if A (r - 1) > 0 and Z_t > min(δ, δ + δ_b Σ_{j<t} w_j - Σ_{j<t} Z_j), with δ = high if
-      A > 0 and low if A < 0. Z_t = w_t |π_θ - π_old|, w_t = 1 - 0.2 (t - 1)/(T - 1) for the t-th of T tokens of the
-      response mask, and δ_b is the 0.9 quantile of the response's |π_θ - π_old|, clamped to [0.02, 0.04]. Mao et al.
+      A > 0 and low if A < 0. Z_t = w_t abs(π_θ - π_old), w_t = 1 - 0.2 (t - 1)/(T - 1) for the t-th of T tokens of the
+      response mask, and δ_b is the 0.9 quantile of the response's abs(π_θ - π_old), clamped to [0.02, 0.04]. Mao et al.
       2026, "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning", with its numbers.
     - ``sapo``: -A (4/τ) sigmoid(τ (r - 1)), τ = ``tau_pos`` if A > 0, else ``tau_neg``. Gao et al. 2025, "Soft Adaptive
       Policy Optimization", which averages as ``seq-mean-token-mean``.
