@@ -42,7 +42,10 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections\.abc|argparse|dataclasses|os|pathlib)\..*|InitVar"),
     ("py:class", r"megatron_rc\..*\.(Block|CorrectionInputs|OpenCounts|OutOfRange|Progress)"),
     ("py:class", r"megatron_rc\..*\.(LossStatistics|Part|PlannedStep|PromptSums|SequenceMeasures|SequenceSums|Source)"),
-    ("py:class", r"megatron_rc\..*\.(SequenceDecisions|StalenessScale|StepSums|TokenMeasures|TokenTotals|WeightLevel|_\w+)"),
+    (
+        "py:class",
+        r"megatron_rc\..*\.(SequenceDecisions|StalenessScale|StepSums|TokenMeasures|TokenTotals|WeightLevel|_\w+)",
+    ),
     ("py:class", r"(megatron_rc\..*\.)?(BatchHeader|StepHeader|[CLNV])|Tensor"),
 ]
 

@@ -81,9 +81,8 @@ def log_prob_processor(
 
     Raises:
         ValueError: a TeacherTopK with kept tokens. By the returned function: no labels; a ``tp_group`` with another
-        number of ranks than the output
-            layer's group; fused, an output layer without a weight, or a ``scale_logits`` that does more than multiply
-            by a positive number; and the errors of the functions.
+            number of ranks than the output layer's group; fused, an output layer without a weight, or a
+            ``scale_logits`` that does more than multiply by a positive number; and the errors of the functions.
     """
     options: dict[str, Any] = {
         "vocab_size": vocab_size,
