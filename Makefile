@@ -84,6 +84,8 @@ study-hard:
 study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) $(if $(DATA),--data $(DATA))
 
+# Compiled modules are kept: every worker, launcher and rank of a run would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(VENV)/bin/python -m pytest
 # The option of a whole run that writes its row in docs/reliability.md.
 WHOLE = -p tests.support.whole_run --whole-run "make $(1)"

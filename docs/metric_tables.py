@@ -7,6 +7,7 @@ A comment ``<!-- metrics: NAME -->`` in the page stands above each table.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -36,12 +37,17 @@ def completed(text: str) -> str:
 
 
 def _rows(metrics: Sequence[Metric]) -> str:
-    """Return the Markdown table of some metrics."""
-    rows = [
-        f"| `{metric.name}` | {metric.formula} | {metric.over} | {metric.values} | {metric.advice} |\n"
-        for metric in metrics
-    ]
+    """Return the Markdown table of some metrics; neighbours with the same description share a row."""
+    rows = []
+    for description, described in itertools.groupby(metrics, _description):
+        names = ", ".join(f"`{metric.name}`" for metric in described)
+        rows.append(f"| {names} | {description} |\n")
     return _HEAD + "".join(rows)
+
+
+def _description(metric: Metric) -> str:
+    """Return the cells behind a metric's name."""
+    return f"{metric.formula} | {metric.over} | {metric.values} | {metric.advice}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 ``docs/design.md`` begins with the words and symbols that their docstrings use.
 """
 
+from megatron_rc.advantages.distillation import distillation_advantages
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax, whiten
 from megatron_rc.advantages.token_baseline import optimal_token_baseline
@@ -56,6 +57,7 @@ __all__ = [
     "batch_sums",
     "collect_shards",
     "correct_rollouts",
+    "distillation_advantages",
     "finish",
     "from_json_lines",
     "from_nemo_rl",

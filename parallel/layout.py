@@ -107,11 +107,11 @@ class Block:
     shape: tuple[int, ...]  # shape of the block's per-token tensors: [n, length] or [t]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return the block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
+        """Return the block's part of a tensor of the shard's shape: a view of shape ``shape``."""
         return tensor[self.index].view(self.shape)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """Give each token the value of its sequence: from the values of all sequences, [n], to :attr:`shape`."""
+        """Give each token the value of its sequence: from the values of all sequences, [n], to ``shape``."""
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
@@ -123,7 +123,7 @@ class SequenceLayout:
     """How one batch of sequences is cut over context-parallel (CP) ranks, and which part is on this rank.
 
     Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order. Tensors of
-    the *local shape* (:attr:`shape`) hold one value for each token on this rank.
+    the *local shape* (``shape``) hold one value for each token on this rank.
 
     Attributes:
         full_lengths: number of tokens of each whole sequence, padding included.
@@ -271,7 +271,7 @@ class SequenceLayout:
         return layout
 
     def cp(self, default: Group | None) -> Group | None:
-        """Return the CP group of these sequences: :attr:`cp_group`, or ``default`` if that is None."""
+        """Return the CP group of these sequences: ``cp_group``, or ``default`` if that is None."""
         return default if self.cp_group is None else self.cp_group
 
     @property

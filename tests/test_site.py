@@ -80,7 +80,8 @@ def test_the_front_page_leads_to_every_page():
 
 
 def test_the_page_of_the_api_has_every_public_name():
-    listed = re.findall(r"^- `(\S+)`$", text_of(ROOT / "docs" / "api.md"), flags=re.MULTILINE)
+    table = text_of(ROOT / "docs" / "api.md").partition("| part | names |")[2]
+    listed = re.findall(r"`([^`]+)`", table)
     assert len(listed) == len(set(listed)) == len(pages.api_names())
     assert {f"megatron_rc.{name}" for name in megatron_rc.__all__} <= set(listed)
     assert {f"megatron_rc.parallel.{name}" for name in parallel.__all__} <= set(listed)
@@ -95,16 +96,16 @@ def made(name):
     return pages.completed(f"docs/{name}", text_of(ROOT / "docs" / f"{name}.md"))
 
 
-def test_the_page_of_flags_has_every_flag_and_every_command():
+def test_the_page_on_launching_has_every_flag_and_every_command():
     flag_names = {*long_options(build_parser()), *long_options(torchrun_parser())} - {"", "help"}
-    listed = re.findall(r"^````\{option\} (.+)$", made("flags"), flags=re.MULTILINE)
+    listed = re.findall(r"^````\{option\} (.+)$", made("launching"), flags=re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"--([\w-]+)", line)}
     assert {name for name in flag_names if "_" not in name} == names
     assert len(flag_names) > 400
-    assert "````{option} --lr LR\n" in made("flags")
-    assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "flags.md", "text"))
+    assert "````{option} --lr LR\n" in made("launching")
+    assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "launching.md", "text"))
     for command in pages.COMMANDS:
-        assert f"python -m megatron_rc.{command}" in made("flags")
+        assert f"python -m megatron_rc.{command}" in made("launching")
     files = [path for path in (ROOT / "launch").rglob("*.py") if '\nif __name__ == "__main__":' in text_of(path)]
     commands_found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
     # The launcher's flags, and what takes none.
@@ -114,24 +115,23 @@ def test_the_page_of_flags_has_every_flag_and_every_command():
     }
 
 
-def test_the_page_of_flags_has_every_launch_file():
+def test_the_page_on_launching_has_every_launch_file():
     files = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
-    shown = made("flags").partition("\n## Launch files\n")[2].partition("\n## Every flag\n")[0]
+    shown = made("launching").partition("\n## Launch files\n")[2].partition("\n## Every flag\n")[0]
     assert re.findall(r"^### (\w+)$", shown, flags=re.MULTILINE) == [path.stem for path in files]
     assert all(text_of(path) in shown for path in files)
-    assert "<!-- made by" not in made("flags")
+    assert "<!-- made by" not in made("launching")
 
 
 # What runs the Python blocks of each page, and how many there are.
 RUN_BY = {
     "README.md": ("test_docs.py", 3),
     "docs/adaptors.md": ("adaptors/pages.py", 5),
-    "docs/advantages.md": ("test_docs.py", 3),
     "docs/data.md": ("launch/test_own_modules.py", 2),
     "docs/attribution.md": ("attribution/test_attribute.py", 1),
     "docs/library.md": ("test_docs.py", 8),
     "docs/models.md": ("launch/test_export.py", 1),
-    "docs/presets.md": ("test_docs.py", 1),
+    "docs/presets.md": ("test_docs.py", 4),
     "docs/rollouts.md": ("test_docs.py", 3),
     "docs/choosing.md": ("test_why_example.py", 1),
 }

@@ -1,13 +1,11 @@
 """On thousands of ranks, simulated: which collectives are made, and how large; benchmarks/SCALING.md says so.
 
-Fake process groups stay out of the test session: the traces come from a process of their own, which is this file run as
-a program.
+Fake process groups stay out of the test session: the traces come from a process of their own.
 """
 
 import itertools
 import json
-import subprocess
-import sys
+import logging
 from typing import NamedTuple
 from unittest import mock
 
@@ -15,7 +13,9 @@ import pytest
 
 from benchmarks import scaling, tracing
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
+from tests.support.forked import ForkedCall
 from tests.support.paths import ROOT
+from tests.support.runs import finish
 
 SMALL = LAYOUTS[2]
 LARGE = LAYOUTS[3]
@@ -87,12 +87,19 @@ def trace_gathering(batch, layout, groups):
         return scaling.trace(CASES["token IS"], batch, layout, groups)
 
 
+def write_traces(path):
+    """Write all traces, in a process of its own."""
+    logging.disable(logging.WARNING)
+    path.write_text(json.dumps(list(trace_all())))
+
+
 @pytest.fixture(scope="module")
-def traces():
-    command = [sys.executable, "-W", "ignore", "-m", "tests.correction.test_scaling"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    return {Traced(*key): [Call(*call) for call in calls] for key, calls in json.loads(done.stdout)}
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    path = folder / "traces.json"
+    code, _, errors = finish(ForkedCall(folder, write_traces, path))
+    assert code == 0, errors
+    return {Traced(*key): [Call(*call) for call in calls] for key, calls in json.loads(path.read_text())}
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +168,3 @@ def test_no_collective_in_a_group_of_one(document):
     alone = scaling.Layout(tp=8, cp=1, pp=1, dp=4)
     assert {call.group for call in scaling.expected(formulas, BASE, alone, True)} == {"dp_cp"}
     assert scaling.expected(formulas, BASE, scaling.Layout(tp=8, cp=1, pp=1, dp=1), True) == []
-
-
-if __name__ == "__main__":
-    import logging
-
-    logging.disable(logging.WARNING)
-    sys.stdout.write(json.dumps(list(trace_all())))

@@ -72,7 +72,7 @@ def command(*phrases):
 
 
 def commands_of_the_page():
-    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "smollm2.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```sh\n(python examples.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     made, trained = (shlex.split(line, comments=True) for line in block.splitlines())
     return made[1:], [word.replace("DIR", "smollm2") for word in trained[5:]]
@@ -85,7 +85,7 @@ def run(monkeypatch, *arguments):
 
 
 def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys):
-    """The command of the Makefile and docs/launching.md, in a folder with the example, the sums and a tiny model."""
+    """The command of the Makefile and docs/smollm2.md, in a folder with the example, the sums and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     written, of_the_page = commands_of_the_page()

@@ -31,9 +31,9 @@ from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.engines.weight_versions import VersionRange
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.launch_file import read_launch_file
+from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.tasks.prompt_data.rows import parse_line
-from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.load import open_weights

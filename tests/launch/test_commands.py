@@ -33,9 +33,9 @@ from tests.support.runs import (
 
 @pytest.mark.processes
 def test_a_run_from_flags_to_picture(tmp_path):
-    """As a file under torchrun, in the layout that the flags' own file has."""
-    words = [*SMALL, "--train-iters=4", f"--runs-dir={tmp_path}"]
-    code, output, errors = finish(start(torchrun(4, "launch/train_ppo.py", *words)))
+    """As a file under torchrun, with every process started anew."""
+    words = [*SMALL, *TWO, "--train-iters=4", f"--runs-dir={tmp_path}"]
+    code, output, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
     assert code == 0, errors
     assert output == ""
     assert "Traceback" not in errors
@@ -52,8 +52,8 @@ def test_a_run_from_flags_to_picture(tmp_path):
         assert row["policy/approx_kl"] == 0, "the first update scores with the weights that made log π_old"
     assert (tmp_path / "count_up" / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "count_up" / "tensorboard").rglob("events.*"))
-    again, _ = configure([f"--config={tmp_path}/count_up/config.yaml"], 4)
-    assert again == configure(words, 4)[0]
+    again, _ = configure([f"--config={tmp_path}/count_up/config.yaml"], 2)
+    assert again == configure(words, 2)[0]
 
 
 @pytest.mark.processes

@@ -2,18 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from megatron_rc.launch import phases
 from megatron_rc.launch.ending import messages, tell
 from megatron_rc.launch.stopping import SAVE_AND_END, STOPPING, StopRequest
-from tests.support.paths import ROOT
-from tests.support.runs import wait_for
+from tests.support.forked import ForkedCall
+from tests.support.runs import finish, wait_for
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -57,34 +56,26 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_compiled_code():
     assert heard_in_time.is_set()
 
 
-WAITING = """
-import datetime, sys
-import torch.distributed as dist
-from megatron_rc.launch import phases
-from megatron_rc.launch.stopping import StopRequest
-
-phases.enter("the training of step 3")
-request = StopRequest()
-request.is_saved = sys.argv[1] == "saved"
-with request.installed():
-    print("begun", flush=True)
-    dist.HashStore().wait(["what never comes"], datetime.timedelta(seconds=60))
-"""
+def wait_in_a_collective(is_saved, begun):
+    """A rank that waits in compiled code for what never comes."""
+    phases.enter("the training of step 3")
+    request = StopRequest()
+    request.is_saved = is_saved
+    with request.installed():
+        begun.touch()
+        dist.HashStore().wait(["what never comes"], timedelta(seconds=60))
 
 
-@pytest.mark.parametrize(("state", "code"), [("unsaved", 1), ("saved", 0)])
-def test_under_torchrun_a_rank_that_cannot_save_leaves_before_it_is_killed(state, code):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "6"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, state],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout.readline() == "begun\n"
+@pytest.mark.processes
+@pytest.mark.parametrize(("is_saved", "code"), [(False, 1), (True, 0)])
+def test_under_torchrun_a_rank_that_cannot_save_leaves_before_it_is_killed(tmp_path, monkeypatch, is_saved, code):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "6")
+    begun = tmp_path / "begun"
+    process = ForkedCall(tmp_path, wait_in_a_collective, is_saved, begun)
+    wait_for(begun.exists)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == code
+    returned, _, errors = finish(process, timeout=20)
+    assert returned == code
     assert "SIGTERM: the run stops after the training of step 3, if that ends within 1 s\n" in errors
-    assert ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in errors) == (state == "unsaved")
+    assert ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in errors) != is_saved

@@ -12,7 +12,7 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.far_device import far_device
-from tests.support.objectives_oracle import Bounds, of_response
+from tests.support.objectives_oracle import Bounds, divergence_of, of_response
 from tests.support.on_rank import cp_place, recorded
 from tests.support.ranks import Layout
 
@@ -94,13 +94,14 @@ def oracle_loss(bounds, log_probs, old_log_probs, advantages, weights, mask):
     return losses.detach(), gradient, tokens_clipped
 
 
-def settings_of(bounds):
-    """Return the keyword arguments of policy_loss() for these bounds."""
+def settings_of(bounds, log_probs):
+    """Return the keyword arguments of policy_loss() for these bounds; ``log_probs`` are log π_θ."""
     settings = {
         "algorithm": bounds.algorithm,
         "clip_low": bounds.low,
         "clip_high": bounds.high,
         "dual_clip": bounds.dual,
+        "divergence": divergence_of(bounds.algorithm, log_probs),
     }
     # Only SAPO has temperatures.
     if bounds.algorithm == "sapo":
@@ -112,7 +113,9 @@ def settings_of(bounds):
 def library_loss(bounds, log_probs, old_log_probs, advantages, weights, mask, **placement):
     """Return the library's (loss of each token, gradient of their sum, {statistic: sum over the tokens})."""
     leaf = log_probs.clone().requires_grad_()
-    policy = policy_loss(leaf, old_log_probs, advantages, mask, weights=weights, **settings_of(bounds), **placement)
+    policy = policy_loss(
+        leaf, old_log_probs, advantages, mask, weights=weights, **settings_of(bounds, leaf), **placement
+    )
     (gradient,) = torch.autograd.grad(policy.per_token.sum(), leaf)
     return policy.per_token.detach(), gradient, sums_of(policy)
 
@@ -261,7 +264,8 @@ def test_far_and_certain_tokens_give_finite_losses_and_gradients(name):
         log_probs = new.to(dtype).unsqueeze(1).requires_grad_()
         old_log_probs = old.to(dtype).unsqueeze(1)
         advantages = torch.full((25,), sign, dtype=dtype)
-        losses = policy_loss(log_probs, old_log_probs, advantages, mask, **settings_of(BOUNDS[name])).per_token
+        settings = settings_of(BOUNDS[name], log_probs)
+        losses = policy_loss(log_probs, old_log_probs, advantages, mask, **settings).per_token
         losses.sum().backward()
         assert losses.isfinite().all()
         assert log_probs.grad.isfinite().all()
@@ -276,22 +280,24 @@ def test_a_log_prob_that_is_no_number_is_not_hidden_by_a_bound(name):
             log_probs[row, position] = torch.nan
         else:
             old_log_probs[row, position] = torch.nan
-        losses = policy_loss(log_probs, old_log_probs, advantages, mask, **settings_of(BOUNDS[name])).per_token
-        # REINFORCE has no ratio to the old policy.
-        assert losses.isnan().any() or (name == "reinforce" and spoilt == "old")
+        settings = settings_of(BOUNDS[name], log_probs)
+        losses = policy_loss(log_probs, old_log_probs, advantages, mask, **settings).per_token
+        # REINFORCE and the distillation have no ratio to the old policy.
+        assert losses.isnan().any() or (name in ("reinforce", "distill") and spoilt == "old")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_a_gpu_the_host_does_not_wait(name):
-    settings = settings_of(BOUNDS[name])
     with far_device() as device:
         log_probs, old_log_probs, advantages, weights, mask = (tensor.to("cuda") for tensor in random_batch())
         layout = SequenceLayout.padded(ROWS, WIDTH)
+        settings = settings_of(BOUNDS[name], log_probs)
         device.waits.clear()
         on_gpu = policy_loss(log_probs, old_log_probs, advantages, mask, weights=weights, layout=layout, **settings)
         assert not device.waits
 
         log_probs, old_log_probs, advantages, weights, mask = random_batch()
+        settings = settings_of(BOUNDS[name], log_probs)
         on_cpu = policy_loss(log_probs, old_log_probs, advantages, mask, weights=weights, **settings)
         torch.testing.assert_close(on_gpu.per_token.cpu(), on_cpu.per_token, rtol=0, atol=0)
 

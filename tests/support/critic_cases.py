@@ -15,8 +15,19 @@ from tests.support import critic_oracle, training_cases, training_oracle
 from tests.support.critic_oracle import Objective
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
-from tests.support.training_cases import BATCH, LAYOUTS
+from tests.support.training_cases import BATCH
 
+# Those of the policy's matrix in which work is cut in another way than in any other.
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2, sp=True),
+    Layout(pp=2, vpp=True),
+    Layout(cp=2),
+    Layout(dp=2),
+    Layout(cp=2, dp=2),
+    Layout(pp=2, cp=2),
+    Layout(tp=2, pp=2, cp=2),
+)
 # The flags of each objective, and the same objective for the reference.
 OBJECTIVES = (
     (("--value-clip=0.05",), Objective(clip=0.05)),

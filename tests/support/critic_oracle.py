@@ -25,8 +25,7 @@ def make_weights(seed: int, experts: int = 0) -> Weights:
 
 def values(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
     """[n, s]: the value after each token."""
-    rows = [training_oracle.last_hidden(weights, row) @ weights[HEAD].T for row in tokens]
-    return torch.stack(rows).squeeze(-1)
+    return (training_oracle.last_hidden(weights, tokens) @ weights[HEAD].T).squeeze(-1)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,17 @@ class Bounds:
     tau_neg: float = 1.05
 
 
+def divergence_of(algorithm: str, log_probs: torch.Tensor) -> torch.Tensor | None:
+    """Numbers that stand for the divergence from a teacher; None for objectives that need none.
+
+    They are finite for every log-prob, and NaN for NaN, with a gradient of 0, as the library's divergences are.
+    """
+    if algorithm != "distill":
+        return None
+    wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    return torch.where(wide.isnan(), torch.nan, torch.nn.functional.softplus(-wide.nan_to_num()))
+
+
 def of_response(
     bounds: Bounds, log_probs: list[torch.Tensor], old: list[float], worths: list[float]
 ) -> list[tuple[torch.Tensor, str]]:
@@ -52,6 +63,8 @@ def of_token(
     """The loss of one token; ``mean`` and ``excess`` are of its response."""
     if bounds.algorithm == "reinforce":
         return -worth * log_prob, ""
+    if bounds.algorithm == "distill":
+        return (1 + (-log_prob).exp()).log(), ""
     if bounds.algorithm == "gspo":
         log_ratio = mean + log_prob - log_prob.detach()
     if bounds.algorithm == "gmpo":

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import TCPStore
 
 COLLECTIVE_SECONDS = 180
-VICTIM_SECONDS = 3
+VICTIM_SECONDS = 1
 # Layouts after which the ranks are renewed: groups of earlier layouts hold about forty descriptors each on eight ranks.
 RENEWED = 16
 

@@ -8,7 +8,7 @@ is a mixture of them. Names and shapes are as in Megatron-Core's unsharded GPTMo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,13 +82,13 @@ def logits(
     routers: list[torch.Tensor] | None = None,
     routes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits of one sequence's next tokens, [s, vocabulary].
+    """Logits of the sequences' next tokens, [n, s, vocabulary].
 
     Args:
         weights: the model.
-        tokens: [s].
-        routers: a list to which each layer's router logits, [s, experts], are added.
-        routes: [s, layers, top_k] experts that are forced on a token; negative: the token's router chooses.
+        tokens: [n, s]; every sequence has s tokens.
+        routers: a list to which each layer's router logits, [n, s, experts], are added.
+        routes: [n, s, layers, top_k] experts that are forced on a token; negative: the token's router chooses.
     """
     # The embeddings are the output layer too; its padding is cut off.
     output_layer = weights["embedding.word_embeddings.weight"][:VOCABULARY]
@@ -101,7 +101,7 @@ def last_hidden(
     routers: list[torch.Tensor] | None = None,
     routes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hidden states after the last norm, [s, hidden]; the arguments are those of :func:`logits`."""
+    """Hidden states after the last norm, [n, s, hidden]; the arguments are those of :func:`logits`."""
     hidden = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):
         prefix = f"decoder.layers.{layer}."
@@ -112,7 +112,7 @@ def last_hidden(
             hidden = hidden + gated(of_layer, "mlp.", mlp_input)
             continue
         router = mlp_input @ of_layer["mlp.router.weight"].T
-        forced = None if routes is None else routes[:, layer]
+        forced = None if routes is None else routes[..., layer, :]
         hidden = hidden + mixture(of_layer, mlp_input, router, forced)
         if routers is not None:
             routers.append(router)
@@ -135,13 +135,12 @@ def mixture(
 ) -> torch.Tensor:
     """Output of the layer's experts, weighted by the softmax over the logits of a token's chosen experts alone.
 
-    A token's experts are those with its largest router logits, or the forced ones, [s, top_k], unless negative.
+    A token's experts are those with its largest router logits, or the forced ones, [n, s, top_k], unless negative.
     """
     chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
     if forced is not None:
-        for token in range(len(chosen)):
-            if min(forced[token]) >= 0:
-                chosen[token] = forced[token]
+        is_forced = (forced >= 0).all(-1, keepdim=True)
+        chosen = torch.where(is_forced, forced.long(), chosen)
     shares = router.gather(-1, chosen).softmax(-1)
 
     total = torch.zeros_like(hidden)
@@ -153,12 +152,9 @@ def mixture(
 
 def routers_of(weights: Weights, tokens: torch.Tensor, routes: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Each layer's router logits [tokens of all sequences, experts]; ``routes`` as in :func:`score`."""
-    routers_of_sequences = []
-    for index, sequence in enumerate(tokens):
-        routers: list[torch.Tensor] = []
-        logits(weights, sequence, routers=routers, routes=None if routes is None else routes[index])
-        routers_of_sequences.append(routers)
-    return [torch.cat(of_layer) for of_layer in zip(*routers_of_sequences, strict=True)]
+    routers: list[torch.Tensor] = []
+    logits(weights, tokens, routers=routers, routes=routes)
+    return [of_layer.flatten(0, 1) for of_layer in routers]
 
 
 def balance(router: torch.Tensor) -> torch.Tensor:
@@ -203,23 +199,23 @@ def attention(of_layer: Weights, hidden: torch.Tensor) -> torch.Tensor:
     """Causal attention with Megatron's interleaved groups: query heads, key head, value head of each."""
     queries_per_group = HEADS // GROUPS
     projected = hidden @ of_layer["self_attention.linear_qkv.weight"].T
-    projected = projected.view(-1, GROUPS, queries_per_group + 2, WIDTH)
+    projected = projected.unflatten(-1, (GROUPS, queries_per_group + 2, WIDTH))
     heads = []
     for group in range(GROUPS):
-        key = rotate(projected[:, group, queries_per_group])
-        value = projected[:, group, queries_per_group + 1]
+        key = rotate(projected[..., group, queries_per_group, :])
+        value = projected[..., group, queries_per_group + 1, :]
         for head in range(queries_per_group):
-            query = rotate(projected[:, group, head])
-            scores = query @ key.T / math.sqrt(WIDTH)
+            query = rotate(projected[..., group, head, :])
+            scores = query @ key.mT / math.sqrt(WIDTH)
             future = torch.ones_like(scores, dtype=torch.bool).triu(1)
             heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
     return torch.cat(heads, -1) @ of_layer["self_attention.linear_proj.weight"].T
 
 
 def rotate(heads: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of a head, [s, width]."""
+    """Rotary embedding of a head, [n, s, width]."""
     frequency = ROTARY_BASE ** (-torch.arange(0, WIDTH, 2, dtype=heads.dtype) / WIDTH)
-    angle = torch.outer(torch.arange(len(heads), dtype=heads.dtype), frequency)
+    angle = torch.outer(torch.arange(heads.shape[-2], dtype=heads.dtype), frequency)
     first, second = heads.chunk(2, -1)
     rotated_first = first * angle.cos() - second * angle.sin()
     rotated_second = second * angle.cos() + first * angle.sin()
@@ -244,26 +240,19 @@ def score(
         kept: [n, s, vocabulary] bool, tokens that the log-probs are over. Default: the whole vocabulary.
         entropy_over_kept: the entropies are over the kept tokens, not over the whole vocabulary.
     """
-    log_probs = []
-    entropies = []
-    for index, sequence in enumerate(tokens):
-        forced = None if routes is None else routes[index]
-        next_logits = logits(weights, sequence, routes=forced)[:-1]
-        over_vocabulary = next_logits.log_softmax(-1)
-        if kept is None:
-            over_kept = over_vocabulary
-        else:
-            over_kept = next_logits.masked_fill(~kept[index, :-1], -math.inf).log_softmax(-1)
+    next_logits = logits(weights, tokens, routes=routes)[:, :-1]
+    is_kept = torch.ones_like(next_logits, dtype=torch.bool) if kept is None else kept[:, :-1]
+    over_vocabulary = next_logits.log_softmax(-1)
+    over_kept = next_logits.masked_fill(~is_kept, -math.inf).log_softmax(-1)
+    log_probs = over_kept.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
-        log_probs.append(over_kept[torch.arange(len(sequence) - 1), sequence[1:]])
+    # A token that is not kept has probability 0, and no part in the entropy.
+    distribution = over_kept if entropy_over_kept else over_vocabulary
+    finite = distribution.masked_fill(distribution == -math.inf, 0.0)
+    entropies = -(distribution.exp() * finite).sum(-1)
 
-        # A token that is not kept has probability 0, and no part in the entropy.
-        distribution = over_kept if entropy_over_kept else over_vocabulary
-        finite = distribution.masked_fill(distribution == -math.inf, 0.0)
-        entropies.append(-(distribution.exp() * finite).sum(-1))
-
-    def with_last_column(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.functional.pad(torch.stack(rows), (0, 1))
+    def with_last_column(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, 1))
 
     return with_last_column(log_probs), with_last_column(entropies)
 
@@ -288,6 +277,7 @@ class Objective:
     interpolation: bool = False  # the proximal policy is interpolated, see ``proximal``
     tau_pos: float = 1.0  # temperatures of SAPO
     tau_neg: float = 1.05
+    distillation: float = 0.0  # coefficient of the divergence from a teacher
 
     @property
     def bounds(self) -> Bounds:
@@ -375,10 +365,17 @@ def proximal(data: Data, log_probs: torch.Tensor, rows: Iterable[int] | None = N
     return log_prox
 
 
-def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expected:
+def update(
+    objective: Objective,
+    data: Data,
+    old: Weights,
+    new: Weights,
+    divergence_of: Callable[[Weights], torch.Tensor] | None = None,
+) -> Expected:
     """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``.
 
     Forced experts are π_θ's and π_old's; the routers of π_ref choose. All log-probs are over the kept tokens.
+    ``divergence_of`` gives the divergence from a teacher at each token, [n, s], from the weights; None: no teacher.
     """
     # Log-probs of every policy; ``behind`` is the one that the loss's ratio divides by.
     parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
@@ -398,7 +395,7 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
 
     # Weights and masks. In bypass mode the ratio of the loss corrects already, but for REINFORCE, which has none.
     results = corrected(objective, data, train=log_probs.detach() if objective.bypass else behind)
-    has_ratio = objective.algorithm != "reinforce"
+    has_ratio = objective.algorithm not in ("reinforce", "distill")
     has_weights = objective.settings.level is not None and not (objective.bypass and has_ratio)
     result_of_row = [results[index] for index in data.mini_batch_ids.tolist()]
     expected = Expected(
@@ -408,9 +405,10 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
         metrics=[result.metrics for result in results],
     )
 
+    divergences = torch.zeros_like(log_probs) if divergence_of is None else divergence_of(parameters)
     for index, result in enumerate(results):
         rows = [row for row, mini_batch in enumerate(data.mini_batch_ids.tolist()) if mini_batch == index]
-        total, size, policy = add_up(objective, data, rows, log_probs, behind, ref, entropy, expected)
+        total, size, policy = add_up(objective, data, rows, log_probs, behind, ref, entropy, divergences, expected)
         tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[index]
         if objective.settings.denominator == "accepted":
             divisor = divides(objective.aggregation, accepted_tokens, accepted_sequences, objective.scale)
@@ -444,6 +442,7 @@ def add_up(
     behind: torch.Tensor,
     ref: torch.Tensor,
     entropy: torch.Tensor,
+    divergences: torch.Tensor,
     expected: Expected,
 ) -> tuple[torch.Tensor, float, dict[str, float]]:
     """Add up the terms of the loss of the mini-batch with these rows.
@@ -456,6 +455,7 @@ def add_up(
         behind: [n, s] log-probs of the policy that the ratio divides by.
         ref: [n, s] log π_ref.
         entropy: [n, s] of π_θ, with its graph.
+        divergences: [n, s] of π_θ from a teacher, with its graph.
         expected: weights, mask and lengths of the correction.
 
     Returns:
@@ -464,7 +464,8 @@ def add_up(
     advantage_of_row = advantages(data)
     total = torch.zeros((), dtype=torch.float64)
     size = 0.0
-    measured: dict[str, list[float]] = {name: [] for name in ("log_ratio", "low", "high", "dual", "entropy", "kl")}
+    names = ("log_ratio", "low", "high", "dual", "entropy", "kl", "divergence")
+    measured: dict[str, list[float]] = {name: [] for name in names}
     for row in rows:
         tokens = [t for t, valid in enumerate(data.mask[row].tolist()) if valid]
         log_probs_behind = behind[row].detach().tolist()
@@ -483,6 +484,7 @@ def add_up(
             measured["log_ratio"].append(log_probs[row, t].item() - log_probs_behind[t])
             measured["entropy"].append(entropy[row, t].item())
             measured["kl"].append(penalty.item())
+            measured["divergence"].append(divergences[row, t].item())
             for name in ("low", "high", "dual"):
                 measured[name].append(float(name == clipped))
 
@@ -490,6 +492,9 @@ def add_up(
                 continue
             weight = 1.0 if expected.weights is None else expected.weights[row][t]
             length = expected.lengths[row] if objective.aggregation == "seq-mean-token-mean" else 1
+            if objective.algorithm == "distill":
+                loss = divergences[row, t]
+            loss = loss + objective.distillation * divergences[row, t]
             terms = [weight * loss, objective.kl * penalty, -objective.entropy * entropy[row, t]]
             total = total + sum(terms) / length
             size += sum(abs(term.item()) for term in terms) / length
@@ -523,7 +528,7 @@ def nearest_bound(objective: Objective, data: Data, row: int, new: torch.Tensor,
         objective.settings,
         advantages=[advantages(data)[row]],
     )
-    if objective.algorithm == "reinforce":
+    if objective.algorithm in ("reinforce", "distill"):
         return nearest
 
     tokens = data.mask[row]

@@ -158,5 +158,6 @@ def test_nothing_is_judged_that_no_sampled_token_depends_on(config, dtype, of_al
 def test_records_without_experts_end_the_rank_that_reads_them(ranks, tmp_path):
     record(tmp_path / "rollouts", recorded_batch(0))
     words = [f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL, *REPLAY]
+    words.append("--num-experts=4")  # a model is built here, with all of them
     with pytest.raises(RankFailure, match=r"rank 0 of 2:[^$]*step 0 failed: .*--moe-enable-routing-replay"):
         ranks.run(run_training, Layout(pp=2), flags(tmp_path, *words))

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import launch_forked
 from tests.support.numbered_server import numbered_servers
 from tests.support.paths import ROOT
-from tests.support.runs import finish, launch, start, steps
+from tests.support.runs import finish, steps
 
 OLDER = ROOT / "tests" / "golden" / "checkpoint"
 SAVED = 2
@@ -59,7 +60,7 @@ def train(folder, steps_of_prompts, *more):
     with numbered_servers(REPLICAS, steps_of_prompts) as urls:
         words = [*FLAGS, f"--rollout-url={','.join(urls)}", f"--rollout-weights-dir={folder}/weights"]
         words += [f"--runs-dir={folder}", *more]
-        code, _, errors = finish(start(launch("--nproc-per-node=8", *words)), timeout=600)
+        code, _, errors = finish(launch_forked(folder, ["--nproc-per-node=8", *words]), timeout=600)
     assert code == 0, errors
     return steps(folder / "run")
 

@@ -3,7 +3,6 @@
 import errno
 import math
 import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +16,10 @@ from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder, ite
 from megatron_rc.launch.training.checkpoints import save as saving
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
+from tests.support.forked import launch_forked
 from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, save_initial, share
-from tests.support.runs import finish, launch, start
+from tests.support.runs import finish
 from tests.support.training_runs import LIVE, agreed, equal, rows, run_training, small_files, weights_of, without_times
 
 SMALL = ["--num-layers=2", "--lr=1e-3", "--micro-batch-size=8"]
@@ -279,9 +279,8 @@ def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(ranks, tmp_p
     folder = tmp_path / "save"
     words = [*LIVE, *TWO.flags(), "--train-iters=3"]
     files = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
-    killed = launch("--nproc-per-node=2", *flags(tmp_path / "killed", *words, *files))
-    environment = {"PYTHONPATH": str(sitecustomize(tmp_path)), "OMP_NUM_THREADS": "1"}
-    code, _, errors = finish(start(killed, env=os.environ | environment))
+    killed = ["--nproc-per-node=2", *flags(tmp_path / "killed", *words, *files)]
+    code, _, errors = finish(launch_forked(tmp_path, killed, "tests.support.dies_while_saving"))
     assert code == 1, errors
     assert (folder / "iter_0000002.partial").is_dir()
     assert iterations(folder) == [1]
@@ -292,25 +291,6 @@ def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(ranks, tmp_p
     assert not (folder / "iter_0000002.partial").exists()
     assert ranks.run(run_training, TWO, flags(tmp_path / "whole", *words)) == [None, None]
     assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole"), "to the last digit"
-
-
-def sitecustomize(folder):
-    """Return a folder whose module ends rank 0 within the writing of the second checkpoint, after its file."""
-    (folder / "sitecustomize.py").write_text(f"""
-import os
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-write = FileSystemWriter.write_data
-
-def write_and_die(writer, plan, planner):
-    written = write(writer, plan, planner)
-    if "iter_0000002" in str(writer.path) and os.environ.get("RANK") == "0":
-        os.kill(os.getpid(), {int(signal.SIGKILL)})
-    return written
-
-FileSystemWriter.write_data = write_and_die
-""")
-    return folder
 
 
 def test_every_file_has_a_checksum(ranks, tmp_path):

@@ -20,7 +20,7 @@ from tests.support.training_runs import LIVE, agreed, rows, said_by_training
 
 EXPERTS = 8
 TOP_K = 2
-SEQUENCES = 128
+SEQUENCES = 96
 LENGTH = 16
 PROMPT = 3
 TOKENS = SEQUENCES * (LENGTH - PROMPT)
@@ -110,11 +110,9 @@ def dense_layer_at_the_end(routes):
 
 WRONG = {
     "shifted by one token": lambda routes: shifted(routes, 1),
-    "shifted back by one token": lambda routes: shifted(routes, -1),
     "layers reversed": lambda routes: routes[:, :, [DENSE, *LAYERS[::-1]]],
     "of another sample": lambda routes: routes.roll(1, dims=0),
     "dense layer at the wrong end": dense_layer_at_the_end,
-    "constant": lambda routes: torch.arange(TOP_K).short().expand(routes.shape).clone(),
 }
 
 
@@ -143,10 +141,6 @@ LAYOUTS = [
     (Layout(tp=2, sp=True), ["--bypass-mode", "--loss-type=reinforce"]),
     (Layout(pp=2), ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"]),
     (Layout(cp=2, dp=2, ep=2), ["--moe-token-dispatcher-type=alltoall"]),
-    (
-        Layout(dp=2, ep=2),
-        ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64", "--moe-token-dispatcher-type=alltoall"],
-    ),
 ]
 
 
@@ -261,7 +255,7 @@ def test_a_tenth_three_standard_errors_and_1024_tokens(tokens, increase, noise, 
 
 
 def test_small_batches_are_added_up_until_they_give_a_verdict(ranks, tmp_path, checkpoint, right):
-    """832 tokens are too few; the fault shows when the second batch has come."""
+    """624 tokens are too few; the fault shows when the second batch has come."""
     half = SEQUENCES // 2
     wrong = replace(right, routed_experts=shifted(right.routed_experts, 1))
     batches = [replace(wrong.rows(slice(0, half)), sample_ids=torch.arange(half)) for _ in range(2)]

@@ -1,15 +1,13 @@
 """The launcher's GPU path without a GPU: nothing mixes tensors of the host with those of the device."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.forked import ForkedCall
+from tests.support.runs import finish, read
 
 WHOLE_RUN = """--config=count_up --tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel
 --train-iters=2 --grpo-prompts-per-step=2 --global-batch-size=16 --micro-batch-size=8 --bf16
@@ -35,7 +33,7 @@ def steps_counted(device):
 
 
 def train(words):
-    """A process: operations that a GPU refuses, then a run on it."""
+    """Operations that a GPU refuses, then a run on it."""
     import torch
 
     from megatron_rc.launch import train_ppo
@@ -55,7 +53,7 @@ def train(words):
             there[torch.tensor([0, 1])] = torch.ones(2)
         train_ppo.cpu_backend = None  # a run on a GPU never takes the CPU switch
         with steps_counted(device) as steps:
-            train_ppo.main(words)
+            train_ppo._main(words, None)
         for waits in steps:
             # For the metrics' sums, and for the number of tokens that Megatron divides by; nothing of the model waits.
             files = sorted(wait.split()[-1].split(":")[0] for wait in waits.elements())
@@ -67,8 +65,7 @@ def train(words):
 @pytest.mark.processes
 def test_a_run(tmp_path):
     words = [*WHOLE_RUN, f"--runs-dir={tmp_path}", "--run-name=run", f"--save={tmp_path / 'checkpoints'}"]
-    code = f"from tests.launch.training.models.test_gpu_path import train; train({words!r})"
-    done = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["perf/peak_memory_gib"] for row in rows if "perf/peak_memory_gib" in row][-1] == 1
+    code, _, errors = finish(ForkedCall(tmp_path, train, words))
+    assert code == 0, errors
+    row = read(tmp_path / "run")[-1]
+    assert row["perf/peak_memory_gib"] == 1

@@ -64,14 +64,10 @@ class MoeCase(Case):
 CASES = [
     MoeCase(Layout(), "decoupled"),
     MoeCase(Layout(dp=2, ep=2), "decoupled", dispatcher="allgather", per_token_loss=True, size=2),
-    MoeCase(Layout(dp=2, ep=2), "decoupled"),
     MoeCase(Layout(dp=2, ep=2), "bypass reinforce", packed=True),
     MoeCase(Layout(cp=2, ep=2), "bypass ppo_clip", variant=1),
-    MoeCase(Layout(cp=2, dp=2, ep=2), "bypass reinforce", packed=True, per_token_loss=True),
-    MoeCase(Layout(tp=2, sp=True), "decoupled", packed=True),
     MoeCase(Layout(tp=2, dp=2, ep=2, sp=True), "bypass ppo_clip", variant=1, packed=True, per_token_loss=True),
-    MoeCase(Layout(pp=2), "bypass ppo_clip", variant=1),
-    MoeCase(Layout(pp=2, dp=2, ep=2), "bypass reinforce"),
+    MoeCase(Layout(pp=2, dp=2, ep=2), "decoupled"),
 ]
 
 

@@ -35,9 +35,7 @@ CASES = [
     Kept(Layout(tp=2, sp=True), "decoupled", packed=True, more=FUSED),
     Kept(Layout(pp=2, vpp=True), "bypass reinforce", packed=True),
     Kept(Layout(cp=2, dp=2), "bypass ppo_clip", size=4),
-    Kept(Layout(tp=2, cp=2), "decoupled", more=FUSED),
     Kept(Layout(tp=2, pp=2), "decoupled", packed=True, per_token_loss=True),
-    Kept(Layout(pp=2, cp=2), "bypass ppo_clip"),
 ]
 
 
