@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megatron_rc.attribution import (
     quantized,
     shards_of,
 )
+from megatron_rc.attribution.names import place_of
 from megatron_rc.attribution.picture import write_picture
 
 Weights = dict[str, Tensor]
@@ -39,7 +40,10 @@ TOKENS = 20  # of a response
 PROMPTS = 5  # of a row about an engine
 PROMPTS_OF_FAULTS = 3
 PROMPTS_OF_TRAINING = 1
-STALE_STEPS = 20
+# Age of an engine's weights in optimizer steps, and the passes that such an attribution makes.
+STALE_NODES = {2: 1, 20: 3}
+# With fewer, the parts of two exchanged layers do not add up.
+EXCHANGED_NODES = 64
 # As configs/launch/smollm2_sums.yaml.
 LEARNING_RATE = 1e-5
 # Other prompts than those that are attributed.
@@ -69,6 +73,7 @@ class Fault:
     wrong: Weights  # the engine's weights before its rounding, where they differ from the trainer's
     at_fault: list[str] | list[int]  # parameters by name, or layers
     nodes: int = 1  # passes that it needs
+    beside: tuple[str, ...] = ("bf16", "fp8 by channel")  # rounding of all weights
 
 
 class Batch:
@@ -102,7 +107,9 @@ class Batch:
         taken = logits.log_softmax(-1).gather(2, self.tokens[:, 1:].unsqueeze(2)).squeeze(2)
         return torch.where(self.mask, taken, 0.0)
 
-    def attribute(self, engine: Weights, *, nodes: int = 1, bf16_kernels: bool = False) -> tuple[Attribution, float]:
+    def attribute(
+        self, engine: Weights, *, nodes: int = 1, intended: Weights | None = None, bf16_kernels: bool = False
+    ) -> tuple[Attribution, float]:
         """The attribution to the model's parameters, and the seconds of its passes."""
         with torch.no_grad():
             train = self.score()
@@ -115,6 +122,7 @@ class Batch:
             lambda coefficients: (coefficients * self.score()).sum().backward(),
             train - rollout,
             nodes=nodes,
+            intended_weights=intended,
             differences_of_weights=lambda: train - exact,
         )
         return result, time.monotonic() - began
@@ -146,7 +154,11 @@ class Table:
         if any(key.items() <= row.items() for row in self.rows):
             return
         rounded = weights if rounding is None else quantized(weights, rounding)
-        result, seconds = batch.attribute(rounded, nodes=nodes, bf16_kernels=bf16_kernels)
+        intended = None
+        if fault is not None and rounding is not None:
+            trainer = {name: weight.detach() for name, weight in batch.model.named_parameters()}
+            intended = quantized(trainer, rounding)
+        result, seconds = batch.attribute(rounded, nodes=nodes, intended=intended, bf16_kernels=bf16_kernels)
         num_tokens = int(batch.mask.sum())
         row = key | {
             "tokens": num_tokens,
@@ -175,13 +187,32 @@ class Table:
 
 
 def places(result: Attribution, fault: Fault) -> dict[str, Any]:
-    """The share of the parameters or layers at fault, and their places in the list, the largest part being 1."""
-    parts: dict[Any, float] = result.by_layer() if isinstance(fault.at_fault[0], int) else dict(result.parts)
-    ordered = sorted(parts, key=lambda name: parts[name], reverse=True)
+    """The share of the parameters or layers at fault and their places in the list, by their parts and by their excess.
+
+    The first place is 1. The excess is sorted by its absolute value.
+    """
+    of_parts, of_excess = _by_layers(fault, result.parts), _by_layers(fault, result.excess or {})
+    ordered = sorted(of_parts, key=lambda name: of_parts[name], reverse=True)
+    ordered_by_excess = sorted(of_excess, key=lambda name: abs(of_excess[name]), reverse=True)
     return {
-        "share": result.share(sum(parts[name] for name in fault.at_fault)),
+        "share": result.share(sum(of_parts[name] for name in fault.at_fault)),
         "places": [ordered.index(name) + 1 for name in fault.at_fault],
+        "excess": result.share(sum(of_excess[name] for name in fault.at_fault)),
+        "excess_places": [ordered_by_excess.index(name) + 1 for name in fault.at_fault],
+        "num_excess": sum(excess != 0 for excess in of_excess.values()),
     }
+
+
+def _by_layers(fault: Fault, parts: Mapping[str, float]) -> dict[Any, float]:
+    """The parts of parameters; the sums of layers if layers are at fault."""
+    if not isinstance(fault.at_fault[0], int):
+        return dict(parts)
+    sums: dict[Any, float] = {}
+    for name, part in parts.items():
+        layer = place_of(name).layer
+        if layer is not None:
+            sums[layer] = sums.get(layer, 0.0) + part
+    return sums
 
 
 def gradients_of(model: Any, batch: Batch) -> Weights:
@@ -192,10 +223,10 @@ def gradients_of(model: Any, batch: Batch) -> Weights:
     return gradients
 
 
-def train(model: Any, batch: Batch) -> None:
+def train(model: Any, batch: Batch, steps: int) -> None:
     """Train the model by some steps on its own responses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    for _ in range(STALE_STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         (-batch.score().sum() / batch.mask.sum()).backward()
         optimizer.step()
@@ -215,13 +246,15 @@ def faults(weights: Weights, gradients: Weights) -> dict[str, Fault]:
     update = lora_update(weights[merged], gradients[merged])
     return {
         "a projection in int4": Fault({int4: int4_per_channel(weights[int4])}, [int4]),
-        "two layers exchanged": Fault(exchanged, [10, 11], nodes=3),
-        "a projection 5 % too large": Fault({scaled: weights[scaled] * 1.05}, [scaled]),
         "a projection 1 % too large": Fault({scaled: weights[scaled] * 1.01}, [scaled]),
+        "a projection 5 % too large": Fault({scaled: weights[scaled] * 1.05}, [scaled]),
+        "a projection 20 % too large": Fault({scaled: weights[scaled] * 1.2}, [scaled], beside=("fp8 by channel",)),
+        "a projection 50 % too large": Fault({scaled: weights[scaled] * 1.5}, [scaled], beside=("fp8 by channel",)),
         "a LoRA merge in bf16": Fault({merged: bf16(bf16(weights[merged] - update) + update)}, [merged]),
         "embedding in 8 bits, one scale": Fault(
             {embedding: (weights[embedding] / largest * 127).round() * largest / 127}, [embedding]
         ),
+        "two layers exchanged": Fault(exchanged, [10, 11], nodes=EXCHANGED_NODES),
     }
 
 
@@ -259,19 +292,26 @@ def engine_table(rows: list[dict[str, Any]]) -> str:
 
 
 def fault_table(rows: list[dict[str, Any]]) -> str:
-    """Return the shares and places of the planted faults as Markdown."""
-    names = list(dict.fromkeys(row["fault"] for row in rows if row["fault"]))
+    """Return the shares and places of the planted faults as Markdown; each cell has the numbers of all seeds."""
+    keys = dict.fromkeys((row["fault"], row["engine"]) for row in rows if row["fault"])
     lines = [
-        "| fault | beside bf16: share, place | completeness | beside fp8 by channel: share, place | completeness |",
-        "|---|---|---|---|---|",
+        "| fault | beside | share | place | excess | place by excess | completeness |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name in names:
-        cells = [name]
-        for row in (row for row in rows if row["fault"] == name):
-            places_in_words = ", ".join(map(str, row["places"]))
-            cells += [f"{_percent(row['share'])} %, {places_in_words}", f"{row['completeness']:.3f}"]
+    for name, engine in keys:
+        of_seeds = [row for row in rows if (row["fault"], row["engine"]) == (name, engine)]
+        cells = [name, engine]
+        cells.append(_joined(_percent(row["share"]) for row in of_seeds) + " %")
+        cells.append(_joined(_in_words(row["places"]) for row in of_seeds))
+        cells.append(_joined(f"{100 * row['excess']:.2g}" for row in of_seeds) + " %")
+        cells.append(_joined(f"{_in_words(row['excess_places'])} of {row['num_excess']}" for row in of_seeds))
+        cells.append(_joined(f"{row['completeness']:.3f}" for row in of_seeds))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _in_words(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _joined(texts: Iterable[str]) -> str:
@@ -314,36 +354,38 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
 
     batches = {seed: Batch(model, tokenizer, seed, PROMPTS) for seed in options.seeds}
-    of_faults = Batch(model, tokenizer, 0, PROMPTS_OF_FAULTS)
+    of_faults = {seed: Batch(model, tokenizer, seed, PROMPTS_OF_FAULTS) for seed in options.seeds}
     of_training = Batch(model, tokenizer, TRAINING_SEED, PROMPTS_OF_TRAINING)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for engine, rounding in ROUNDINGS.items():
         for seed, batch in batches.items():
             table.measure(batch, engine, seed, before, rounding=rounding)
-    for nodes in (1, 3):
-        engine = f"bf16, bf16 kernels, {nodes} nodes"
-        for seed, batch in batches.items():
-            table.measure(batch, engine, seed, before, rounding=bf16, nodes=nodes, bf16_kernels=True)
+    for seed, batch in batches.items():
+        table.measure(batch, "bf16, with bf16 kernels", seed, before, rounding=bf16, bf16_kernels=True)
 
     def plant(name: str, fault: Fault) -> None:
-        for engine in ("bf16", "fp8 by channel"):
+        for engine in fault.beside:
             wrong = before | fault.wrong
-            table.measure(
-                of_faults, engine, 0, wrong, rounding=ROUNDINGS[engine], name=name, fault=fault, nodes=fault.nodes
-            )
+            for seed, batch in of_faults.items():
+                table.measure(
+                    batch, engine, seed, wrong, rounding=ROUNDINGS[engine], name=name, fault=fault, nodes=fault.nodes
+                )
 
-    for name, fault in faults(before, gradients_of(model, of_training)).items():
-        plant(name, fault)
+    planted = faults(before, gradients_of(model, of_training))
+    later = before
+    for steps, nodes in STALE_NODES.items():
+        model.load_state_dict(before, strict=False)
+        train(model, of_training, steps)
+        later = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        for seed, batch in batches.items():
+            table.measure(batch, f"{steps} steps old", seed, before, nodes=nodes)
 
-    train(model, of_training)
-    later = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    for seed, batch in batches.items():
-        table.measure(batch, f"{STALE_STEPS} steps old", seed, before)
-
-    # The trainer has its old weights again, whose responses the batch has; the layer in the engine is the newer one.
+    # The trainer has its old weights again, whose responses the batches have; the layer in the engine is the newer one.
     model.load_state_dict(before, strict=False)
     moved = {name: later[name] for name in of_layer(before, 7)}
-    plant(f"a layer {STALE_STEPS} steps apart", Fault(moved, [7]))
+    planted = {f"a layer {max(STALE_NODES)} steps apart": Fault(moved, [7])} | planted
+    for name, fault in planted.items():
+        plant(name, fault)
     return 0
 
 

@@ -41,8 +41,11 @@ maximum_signature_line_length = 88
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections\.abc|argparse|dataclasses|os|pathlib)\..*|InitVar"),
     ("py:class", r"megatron_rc\..*\.(Block|CorrectionInputs|OpenCounts|OutOfRange|Progress)"),
-    ("py:class", r"megatron_rc\..*\.(LossStatistics|Part|PlannedStep|SequenceMeasures|SequenceSums|Source)"),
-    ("py:class", r"megatron_rc\..*\.(SequenceDecisions|TokenTotals|_Item)"),
+    ("py:class", r"megatron_rc\..*\.(LossStatistics|Part|PlannedStep|PromptSums|SequenceMeasures|SequenceSums|Source)"),
+    (
+        "py:class",
+        r"megatron_rc\..*\.(SequenceDecisions|StalenessScale|StepSums|TokenMeasures|TokenTotals|WeightLevel|_\w+)",
+    ),
     ("py:class", r"(megatron_rc\..*\.)?(BatchHeader|StepHeader|[CLNV])|Tensor"),
 ]
 

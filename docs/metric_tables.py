@@ -7,6 +7,7 @@ A comment ``<!-- metrics: NAME -->`` in the page stands above each table.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rc.measures import table
-from megatron_rc.measures.metrics import Metric
+from megatron_rc.measures.table import Metric
 
 PAGE = Path(__file__).with_name("metrics.md")
 TABLES: dict[str, Sequence[Metric]] = {
@@ -36,12 +37,17 @@ def completed(text: str) -> str:
 
 
 def _rows(metrics: Sequence[Metric]) -> str:
-    """Return the Markdown table of some metrics."""
-    rows = [
-        f"| `{metric.name}` | {metric.formula} | {metric.over} | {metric.values} | {metric.advice} |\n"
-        for metric in metrics
-    ]
+    """Return the Markdown table of some metrics; neighbours with the same description share a row."""
+    rows = []
+    for description, described in itertools.groupby(metrics, _description):
+        names = ", ".join(f"`{metric.name}`" for metric in described)
+        rows.append(f"| {names} | {description} |\n")
     return _HEAD + "".join(rows)
+
+
+def _description(metric: Metric) -> str:
+    """Return the cells behind a metric's name."""
+    return f"{metric.formula} | {metric.over} | {metric.values} | {metric.advice}"
 
 
 if __name__ == "__main__":

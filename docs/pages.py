@@ -1,8 +1,8 @@
 """What the site has beside what its Markdown files say: it is read from the code when ``make docs`` builds.
 
-docs/flags.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they were
-written. On GitHub the page says where else the lists can be read. Each name of docs/api.md becomes its docstring, and
-the tables of docs/index.md the table of contents.
+docs/launching.md has comments ``<!-- made by ... -->`` in the place of lists that would be out of date as soon as they
+were written. On GitHub the page says where else the lists can be read. Each row of the table in docs/api.md becomes a
+section with the docstrings of its names, and the tables of docs/index.md the table of contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("launch.attribute", "launch.export", "launch.report", "replay", "doctor", "adaptors.check")
 _MARK = re.compile(r"^<!-- made by (\w+) -->$", flags=re.MULTILINE)
 _LINK = re.compile(r"^\| \[([^\]]+)\]\(([\w./-]+\.md)\)", flags=re.MULTILINE)
-_NAME = re.compile(r"^- `(megatron_rc(?:\.\w+)+)`$", flags=re.MULTILINE)
+# The table of docs/api.md, and a row of it: a part of the library, and the public names of this part.
+_API_TABLE = re.compile(r"^\| part \| names \|\n\|---\|---\|\n((?:\|.*\n)+)", flags=re.MULTILINE)
+_API_ROW = re.compile(r"^\| (.+?) \| (.+) \|$", flags=re.MULTILINE)
+_NAME = re.compile(r"`(megatron_rc(?:\.\w+)+)`")
 
 
 def completed(name: str, text: str) -> str:
@@ -39,7 +42,7 @@ def completed(name: str, text: str) -> str:
     if name == "docs/index":
         return with_contents(text)
     if name == "docs/api":
-        return _NAME.sub(lambda match: documented(match.group(1)), text)
+        return _API_TABLE.sub(lambda match: "\n".join(_api_sections(match[1])), text)
     return _MARK.sub(lambda match: "\n".join(_MAKERS[match.group(1)]()), text)
 
 
@@ -59,7 +62,15 @@ def _toctree(section: str) -> str:
 def api_names() -> dict[str, str]:
     """Every name of docs/api.md, with the module that the page says it is imported from."""
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    return {path.rpartition(".")[2]: path for path in _NAME.findall(text)}
+    return {path.rpartition(".")[2]: path for path in _NAME.findall("".join(_API_TABLE.findall(text)))}
+
+
+def _api_sections(rows: str) -> Iterator[str]:
+    """A section for each row of the table, with what Sphinx is asked for each of its names."""
+    for title, names in _API_ROW.findall(rows):
+        yield f"## {title}\n"
+        for path in _NAME.findall(names):
+            yield f"{documented(path)}\n"
 
 
 def documented(path: str) -> str:

@@ -3,7 +3,8 @@
     python -m megatron_rc.launch.attribute --load CHECKPOINTS --engine-weights DIR records.jsonl
 
 The checkpoint's settings describe the model, which computes in float32. The trainer's log-probs are the recorded ones,
-or else the checkpoint's. The machine needs memory for four times the model in float32.
+or else the checkpoint's. The machine needs memory for four times the model in float32. With ``--rollout-url`` the
+engine's weights are read back from a running server.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_rc.launch.training.models.chunk import ModelChunk
 
 _CHECKPOINT = re.compile(r"iter_(\d+)")
+_MOST_EXCESS = 5
 # All records of a file are one batch.
 _ANY_NUMBER = 2**20
 
@@ -90,10 +93,10 @@ def read_records(paths: Sequence[Path]) -> RolloutBatch:
 def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribution:
     """Attribute a batch, with Megatron-Core on the CPU."""
     from megatron_rc.launch.distributed import alone
+    from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.attribution import attribute_batch
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-    from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.models.build import wrap_chunks
     from megatron_rc.launch.training.models.passes import ModelPasses
     from megatron_rc.launch.training.models.routing_replay import RoutingReplay
@@ -104,8 +107,8 @@ def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribut
     with alone(config):
         groups = ParallelGroups.from_megatron()
         chunk = _chunk_of(folder, config)
-        step_of_engine, engine_weights = _engine_weights(request, config, chunk, groups, step)
-        _note_other_versions(batch, step_of_engine)
+        engine = _engine(request, config, chunk, groups, step)
+        _note_other_versions(batch, engine.step)
         model = wrap_chunks(config, [chunk])
         passes = ModelPasses(config, groups)
         is_replayed = config.replays_rollouts and batch.routed_experts is not None
@@ -120,7 +123,15 @@ def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribut
             of_trainer = replace(batch, rollout_log_probs=batch.old_log_probs)
             train_log_probs = of_trainer.label_aligned()[2]
         return attribute_batch(
-            model, passes, cut, train_log_probs, engine_weights, replay=replay, nodes=request.nodes, check=True
+            model,
+            passes,
+            cut,
+            train_log_probs,
+            engine.weights,
+            replay=replay,
+            nodes=request.nodes,
+            intended_weights=engine.intended_weights,
+            check=True,
         )
 
 
@@ -149,22 +160,58 @@ def _config_for(config: RunConfig, batch: RolloutBatch) -> RunConfig:
     )
 
 
-def _engine_weights(
-    request: argparse.Namespace, config: RunConfig, chunk: ModelChunk, groups: ParallelGroups, step: int
-) -> tuple[int | None, EngineWeights]:
-    """Return the engine's weights as a function of a parameter's name and the trainer's weight, and their step.
+@dataclass(frozen=True)
+class _Engine:
+    """The engine's weights.
 
-    ``step`` is that of the trainer's weights. The engine's is None if a Hugging Face directory has its weights.
+    Attributes:
+        step: the optimizer step that made them; None: unknown, as of a Hugging Face directory.
+        weights: its weights as a function of a parameter's name and the trainer's weight.
+        intended_weights: the trainer's weights rounded to the engine's format, if ``weights`` have another source and
+            the format is known.
     """
+
+    step: int | None
+    weights: EngineWeights
+    intended_weights: EngineWeights | None = None
+
+
+def _engine(
+    request: argparse.Namespace, config: RunConfig, chunk: ModelChunk, groups: ParallelGroups, step: int
+) -> _Engine:
+    """Return the engine that the flags describe; ``step`` is that of the trainer's weights."""
     from megatron_rc.launch.training.attribution import rounded_weights
 
     rounded = rounded_weights([chunk], request.rollout_dtype)
-    folder: Path | None = request.engine_weights
-    if folder is None:
-        return step, rounded
-    step_of_engine, engine = _engine_of(folder, config, groups)
+    # Without a rounding, all of a part would be excess.
+    intended = None if request.rollout_dtype == "fp32" else rounded
+    if request.rollout_url is not None:
+        served = _served_model(request, config, groups)
+        held = {name: weight.detach() for name, weight in served.named_parameters()}
+        return _Engine(None, held, intended)
+    if request.engine_weights is None:
+        return _Engine(step, rounded)
+    step_of_engine, engine = _engine_of(request.engine_weights, config, groups)
     weights = {name: weight.detach() for name, weight in engine.named_parameters()}
-    return step_of_engine, lambda name, _: rounded(name, weights[name])
+    return _Engine(step_of_engine, lambda name, _: rounded(name, weights[name]), intended)
+
+
+def _served_model(request: argparse.Namespace, config: RunConfig, groups: ParallelGroups) -> ModelChunk:
+    """Return the model with the weights that a rollout server has now."""
+    from megatron_rc.launch.engines.read_back import read_back
+    from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
+    from megatron_rc.launch.weights.converter import load_model
+    from megatron_rc.launch.weights.families import family_of
+    from megatron_rc.launch.weights.safetensors_files import write_tensors
+    from megatron_rc.launch.weights.units import names_of, units_of
+
+    tensors = checkpoint_tensors(empty_model(family_of(config).hugging_face_config(config)))
+    shapes = {name: tuple(tensors[name].shape) for name in sorted(names_of(units_of(config)))}
+    with tempfile.TemporaryDirectory(prefix="engine-weights-") as folder:
+        write_tensors(Path(folder), read_back(request.rollout_engine, request.rollout_url, shapes))
+        chunk = _chunk_of(None, config)
+        load_model([chunk], config, groups, folder)
+    return chunk
 
 
 def _engine_of(folder: Path, config: RunConfig, groups: ParallelGroups) -> tuple[int | None, ModelChunk]:
@@ -220,13 +267,23 @@ def _in_words(result: Attribution) -> str:
         "largest parts",
         *(f"  {share:>7.1%}  {name}" for name, share in result.largest()),
     ]
+    if result.excess is not None:
+        differing = result.largest_excess(_MOST_EXCESS)
+        lines.append("")
+        if differing:
+            lines.append("largest excess: parts of weights that are not the trainer's in this format")
+            lines += [f"  {share:>7.1%}  {name}" for name, share in differing]
+        else:
+            lines.append("no excess: the engine has the trainer's weights in this format")
     return "\n".join(lines) + "\n"
 
 
 def _as_json(result: Attribution) -> str:
-    """Return the metrics of a run, and the share of each parameter, as one JSON object."""
-    parts = {name: result.share(part) for name, part in result.parts.items()}
-    return json.dumps(result.metrics() | {"parts": parts}, indent=1) + "\n"
+    """Return the metrics of a run, and the share and excess of each parameter, as one JSON object."""
+    shares: dict[str, object] = {"parts": {name: result.share(part) for name, part in result.parts.items()}}
+    if result.excess is not None:
+        shares["excess"] = {name: result.share(excess) for name, excess in result.excess.items()}
+    return json.dumps(result.metrics() | shares, indent=1) + "\n"
 
 
 if __name__ == "__main__":

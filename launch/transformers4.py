@@ -55,7 +55,10 @@ def earlier_entries(entries: dict[str, Any]) -> dict[str, Any]:
 
 def _rotary_entries(parameters: dict[str, Any]) -> dict[str, Any]:
     """``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a ``rope_parameters``."""
-    if "rope_theta" not in parameters:  # one set of parameters for each kind of layer has no earlier form
+    sets = [values for values in parameters.values() if isinstance(values, dict)]
+    if sets and all(values == sets[0] for values in sets):
+        parameters = sets[0]
+    if "rope_theta" not in parameters:  # different parameters for the kinds of layers have no earlier form
         return {}
     earlier: dict[str, Any] = {"rope_theta": parameters["rope_theta"], "rope_scaling": None}
     if "partial_rotary_factor" in parameters:

@@ -16,7 +16,7 @@ POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
 USABLE = 1
 NUM_KINDS = 5
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
-NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, 25 · 2²⁷ · id and more, is exact in float64
+NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's keys in error messages, 5 · 2²⁷ · id and more, are exact in float64
 EXP_LIMIT = 20.0  # a ratio of a token is exp(clamp(x, ±20)), in nats
 # A weight of several tokens is exp(clamp(x, -300, 20)). The square of the least one, 3e-261, is exact in float64.
 LOG_WEIGHT_FLOOR = -300.0
@@ -28,7 +28,7 @@ NORMALIZE_LIMIT = 1e-125  # a mean weight at or below this is not divided by: e�
 
 def is_log_prob(values: Tensor) -> Tensor:
     """Return where a log-prob is usable, bool: finite, and not above 1e-4."""
-    return (values > -torch.inf) & (values <= POSITIVE_LIMIT)
+    return within(values, torch.finfo(values.dtype).min, POSITIVE_LIMIT)
 
 
 def log_prob_kinds(values: Tensor) -> Tensor:

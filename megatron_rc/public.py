@@ -3,10 +3,12 @@
 ``docs/design.md`` begins with the words and symbols that their docstrings use.
 """
 
+from megatron_rc.advantages.distillation import distillation_advantages
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax, whiten
 from megatron_rc.advantages.token_baseline import optimal_token_baseline
 from megatron_rc.batch.chain import (
+    CorrectionResult,
     batch_sums,
     correct_rollouts,
     finish,
@@ -16,7 +18,6 @@ from megatron_rc.batch.chain import (
     reduce_sequences,
     sequence_sums,
 )
-from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.loss.aggregation import aggregate_loss
 from megatron_rc.loss.kl import kl_penalty
@@ -56,6 +57,7 @@ __all__ = [
     "batch_sums",
     "collect_shards",
     "correct_rollouts",
+    "distillation_advantages",
     "finish",
     "from_json_lines",
     "from_nemo_rl",

@@ -107,11 +107,11 @@ class Block:
     shape: tuple[int, ...]  # shape of the block's per-token tensors: [n, length] or [t]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return the block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
+        """Return the block's part of a tensor of the shard's shape: a view of shape ``shape``."""
         return tensor[self.index].view(self.shape)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """Give each token the value of its sequence: from the values of all sequences, [n], to :attr:`shape`."""
+        """Give each token the value of its sequence: from the values of all sequences, [n], to ``shape``."""
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
@@ -123,7 +123,7 @@ class SequenceLayout:
     """How one batch of sequences is cut over context-parallel (CP) ranks, and which part is on this rank.
 
     Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order. Tensors of
-    the *local shape* (:attr:`shape`) hold one value for each token on this rank.
+    the *local shape* (``shape``) hold one value for each token on this rank.
 
     Attributes:
         full_lengths: number of tokens of each whole sequence, padding included.
@@ -271,7 +271,7 @@ class SequenceLayout:
         return layout
 
     def cp(self, default: Group | None) -> Group | None:
-        """Return the CP group of these sequences: :attr:`cp_group`, or ``default`` if that is None."""
+        """Return the CP group of these sequences: ``cp_group``, or ``default`` if that is None."""
         return default if self.cp_group is None else self.cp_group
 
     @property
@@ -442,16 +442,22 @@ class SequenceLayout:
         num_chunks_before = torch.where(is_in_second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
         return offsets + chunk_length * num_chunks_before
 
-    def block_positions(self, block: Block, device: torch.device) -> Tensor:
+    def block_positions(self, block: Block, counting: Tensor) -> Tensor:
         """Return the position of each token of a block in its whole sequence.
+
+        Args:
+            block: a part of this layout.
+            counting: int64, 0, 1, 2, …, on the block's device; not fewer than :attr:`longest`.
 
         Returns:
             int64, [length] for a block of equally long sequences, which share it, else flat [t].
         """
         length: int | Tensor = block.shape[-1]
-        offsets = torch.arange(block.shape[-1], device=device)
-        if block.lengths is not None:
+        if block.lengths is None:
+            offsets = counting[: block.shape[-1]]
+        else:
             starts = block.lengths.cumsum(0) - block.lengths
+            offsets = torch.arange(block.shape[0], device=counting.device)
             offsets = offsets - torch.repeat_interleave(starts, block.lengths, output_size=block.shape[0])
             length = torch.repeat_interleave(block.lengths, block.lengths, output_size=block.shape[0])
         if self.cp_size == 1:

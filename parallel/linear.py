@@ -112,11 +112,11 @@ def linear_log_probs_and_entropy(
         separate_entropy=support_ids is not None and not entropy_over_support,
         support_is_sorted=support_is_sorted,
     )
-    options = _Options(spec, sequence_parallel, gradient_accumulation)
+    options = LinearOptions(spec, sequence_parallel, gradient_accumulation)
     _check(hidden, weight, bias, labels, mask, options)
     check_tensors({"support_ids": support_ids, "support_offsets": support_offsets})
     check_support(support_ids, support_offsets, labels.numel())
-    with _no_autocast(hidden.device):
+    with no_autocast(hidden.device):
         result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, labels, mask, support_ids, support_offsets, options
         )
@@ -124,7 +124,7 @@ def linear_log_probs_and_entropy(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor | None, options: _Options
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor | None, options: LinearOptions
 ) -> None:
     """Raise ValueError for arguments whose shapes or dtypes do not fit together."""
     check_tensors({"bias": bias, "mask": mask}, hidden=hidden, weight=weight, labels=labels)
@@ -154,7 +154,7 @@ def _check(
 
 
 @dataclass(frozen=True)
-class _Options:
+class LinearOptions:
     """The settings of one call of :func:`linear_log_probs_and_entropy`, and its chunks of tokens.
 
     "Local rows" are this rank's hidden states, [rows, h]: of all tokens, or with sequence parallelism of its slice. In
@@ -214,12 +214,12 @@ class _Options:
         return local_rows
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
+def no_autocast(device: torch.device) -> torch.autocast:
     """A context without autocast: matrix products in the dtype of their arguments, float32 included."""
     return torch.autocast(device.type, enabled=False)
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The logits of a chunk of hidden states: [rows, v/tp]."""
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
@@ -237,7 +237,7 @@ class _LinearSoftmax(torch.autograd.Function):
         mask: Tensor | None,
         ids: Tensor | None,
         offsets: Tensor | None,
-        options: _Options,
+        options: LinearOptions,
     ) -> tuple[Tensor, ...]:
         """Log-probs, entropy and, if asked for, Σπ², each like the labels.
 
@@ -255,7 +255,7 @@ class _LinearSoftmax(torch.autograd.Function):
         scorable = None if support is None else torch.empty_like(counted)
         allow_minus_inf = False
         for part in options.chunks(rows):
-            logits = _logits(options.gather(rows[part]), weight, bias)
+            logits = chunk_logits(options.gather(rows[part]), weight, bias)
             positions = options.positions(part, rows)
             chunk_target = target.at(positions)
             chunk_support = None if support is None else support.at(options.slices(part, rows))
@@ -296,7 +296,7 @@ class _LinearSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients with respect to hidden, weight and bias."""
-        with _no_autocast(ctx.device):
+        with no_autocast(ctx.device):
             return _gradients(ctx, grads)
 
 
@@ -308,7 +308,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
     hidden, weight, bias, labels, mask, ids, offsets, scorable, log_normalizers, label_logits, entropy, squared_sum = (
         ctx.saved_tensors
     )
-    options: _Options = ctx.options
+    options: LinearOptions = ctx.options
     spec = options.spec.without_chunk_size()
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     counted = counted_tokens(labels, mask).reshape(-1)
@@ -325,11 +325,11 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
     )
     factors = gradient_factors(ResultGradients(*flat_grads), target, forward_values, support, spec)
 
-    weight_gradient = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
+    weight_gradient = WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
     grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
     for part in options.chunks(rows):
         gathered_rows = options.gather(rows[part])
-        logits = _logits(gathered_rows, weight, bias)
+        logits = chunk_logits(gathered_rows, weight, bias)
         chunk_factors = factors.at(options.positions(part, rows))
         chunk_support = None if support is None else support.at(options.slices(part, rows))
         # The gradient is written over the logits: no second tensor of their size.
@@ -349,7 +349,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
     return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
-class _WeightGradient:
+class WeightGradient:
     """The gradients of weight and bias, accumulated over chunks in at least float32.
 
     Args:

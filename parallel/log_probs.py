@@ -82,20 +82,28 @@ def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
-    """Check arguments that all functions share; ``width`` is the number of columns of this rank's logits.
+    """Check arguments that all functions of labels share; ``width`` is the number of columns of this rank's logits.
 
     Raises:
-        ValueError: labels or a mask of another shape or dtype, a setting out of range, or a width that cannot be a
-            shard of the vocabulary.
+        ValueError: labels or a mask of another shape or dtype, and the errors of :func:`check_settings`.
     """
-    if not width:
-        raise ValueError("logits have no columns: expected this rank's shard of the vocabulary in the last dimension")
+    check_settings(spec, width)
     if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}"
         )
     if labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"labels are {labels.dtype}: expected int64, or int32")
+
+
+def check_settings(spec: CallSpec, width: int) -> None:
+    """Check the settings of a call against the number of columns of this rank's logits, ``width``.
+
+    Raises:
+        ValueError: a setting out of range, or a width that cannot be a shard of the vocabulary.
+    """
+    if not width:
+        raise ValueError("logits have no columns: expected this rank's shard of the vocabulary in the last dimension")
     check_number("temperature", spec.temperature, lambda t: 0 < t < torch.inf, "must be positive, and finite")
     if spec.vocab_size is not None:
         check_integer("vocab_size", spec.vocab_size, least=1)

@@ -5,6 +5,7 @@ Megatron calls it on the last pipeline stage, instead of the output layer, and r
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.linear import linear_log_probs_and_entropy
+from megatron_rc.parallel.log_probs import counted_tokens
+from megatron_rc.parallel.scale_logits import factor_of
+from megatron_rc.parallel.teacher import Teacher, TeacherStates, TeacherTopK
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs_and_entropy
 
 
@@ -33,6 +37,7 @@ def log_prob_processor(
     support_offsets: Tensor | None = None,
     support_is_sorted: bool = False,
     entropy_over_support: bool = False,
+    teacher: Teacher | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Make an ``output_processor`` for the forward of Megatron-Core's ``GPTModel`` (0.18 and later).
 
@@ -57,6 +62,10 @@ def log_prob_processor(
         support_offsets: [labels + 1], int64.
         support_is_sorted: the ids of each position ascend, none comes twice, and all lie in the vocabulary.
         entropy_over_support: the entropy is over the kept tokens too. Default: over the whole vocabulary.
+        teacher: what a teacher says about the tokens: the last result is then the divergence of the model from it. The
+            kept tokens apply to both policies; a :class:`~megatron_rc.parallel.teacher.TeacherTopK` allows none.
+            Without ``fused`` the gradients of log-probs and divergence are two tensors of the logits' size. Default: no
+            divergence.
 
     Returns:
         A function of the keyword arguments that Megatron passes. It reads ``hidden_states`` [s/cp, b, h], with sequence
@@ -64,16 +73,16 @@ def log_prob_processor(
         [b, s/cp] int64, indices into the whole vocabulary, equal on all ranks of ``tp_group``; ``loss_mask``, like the
         labels, of any dtype, 0 for tokens that do not count, by default those with the label -100; ``scale_logits``
         and ``config``. It ignores the others; nothing is gathered over the vocabulary. It returns (log_probs, entropy),
-        or (log_probs, entropy, Σπ²), each [b, s/cp], float32 (float64 for float64), differentiable, and equal on all
-        ranks of ``tp_group``.
+        or (log_probs, entropy, Σπ²), and with a teacher the divergence behind these; each [b, s/cp], float32 (float64
+        for float64), differentiable, and equal on all ranks of ``tp_group``.
 
         The output layer's hooks run, as around its forward. Fused, its weight's gradient is added to
         ``weight.main_grad`` if Megatron's config has ``gradient_accumulation_fusion``. Collectives: the function's.
 
     Raises:
-        ValueError: by the returned function: no labels; a ``tp_group`` with another number of ranks than the output
-            layer's group; fused, an output layer without a weight, or a ``scale_logits`` that does more than multiply
-            by a positive number; and the errors of the two functions.
+        ValueError: a TeacherTopK with kept tokens. By the returned function: no labels; a ``tp_group`` with another
+            number of ranks than the output layer's group; fused, an output layer without a weight, or a
+            ``scale_logits`` that does more than multiply by a positive number; and the errors of the functions.
     """
     options: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -86,13 +95,21 @@ def log_prob_processor(
         "support_offsets": support_offsets,
         "support_is_sorted": support_is_sorted,
     }
-    return partial(_processed, tp_group, fused, options)
+    if isinstance(teacher, TeacherStates) and teacher.temperature is None:
+        teacher = dataclasses.replace(teacher, temperature=temperature)
+    if isinstance(teacher, TeacherTopK) and support_ids is not None:
+        raise ValueError(
+            "teacher with log-probs of few tokens and support_ids: its log-probs are over the whole vocabulary, and "
+            "those over the kept tokens do not follow from them: pass a TeacherStates, or leave support_ids out"
+        )
+    return partial(_processed, tp_group, fused, options, teacher)
 
 
 def _processed(
     tp_group: Group | None,
     fused: bool,
     options: dict[str, Any],
+    teacher: Teacher | None,
     *,
     hidden_states: Tensor,
     output_layer: nn.Module,
@@ -112,19 +129,28 @@ def _processed(
         logits = _logits(output_layer, hidden_states, output_weight)
         if scale_logits is not None:
             logits = scale_logits(logits)
-        return vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
+        results = vocab_parallel_log_probs_and_entropy(logits.transpose(0, 1), labels, tp_group, mask=mask, **options)
+        if teacher is None:
+            return results
+        divergence = teacher.by_columns(labels).divergence_from_logits(
+            logits,
+            labels.t(),
+            tp_group,
+            counted_tokens(labels, mask).t(),
+            _of_both(options | _support_by_columns(options, labels)),
+            sequence_parallel=getattr(output_layer, "sequence_parallel", False),
+        )
+        return *results, divergence.t()
 
     # The fused function takes hidden states as Megatron has them, [s, b, h], so labels and all else are transposed.
-    support_ids, support_offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
-    options = options | {
-        "temperature": options["temperature"] / factor_of(scale_logits),
-        "support_ids": support_ids,
-        "support_offsets": support_offsets,
-        "mask": None if mask is None else mask.t(),
-    }
+    options = options | _support_by_columns(options, labels)
+    options["temperature"] = options["temperature"] / factor_of(scale_logits)
+    options["mask"] = None if mask is None else mask.t()
+    if teacher is not None:
+        teacher = teacher.by_columns(labels)
     accumulates = getattr(config, "gradient_accumulation_fusion", False)
     # In the layer's forward, so that hooks that gather its weight run first: DDP's with overlap_param_gather.
-    forward = partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options)
+    forward = partial(_multiplied, output_layer, labels.t(), tp_group, accumulates, options, teacher)
     with forward_of(output_layer, forward):
         results = output_layer(hidden_states, weight=output_weight)
     return tuple(values.t() for values in results)
@@ -136,6 +162,7 @@ def _multiplied(
     tp_group: Group | None,
     accumulates: bool,
     options: dict[str, Any],
+    teacher: Teacher | None,
     hidden: Tensor,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -147,6 +174,7 @@ def _multiplied(
         tp_group: the ranks that hold the other vocabulary rows.
         accumulates: the layer's backward adds its weight's gradient to ``weight.main_grad``.
         options: further arguments of :func:`~megatron_rc.parallel.linear.linear_log_probs_and_entropy`.
+        teacher: what a teacher says about the tokens; None: no divergence.
         hidden: [s/cp, b, h], with sequence parallelism [s/cp/tp, b, h].
         weight: [v/tp, h]. Default: the layer's own.
     """
@@ -154,16 +182,30 @@ def _multiplied(
         weight = getattr(layer, "weight", None)
     if weight is None:
         raise ValueError(f"output_layer is a {type(layer).__name__} without a weight: pass fused=False")
-    return linear_log_probs_and_entropy(
-        hidden,
-        weight,
-        labels,
-        tp_group,
-        bias=getattr(layer, "bias", None),
-        sequence_parallel=getattr(layer, "sequence_parallel", False),
-        gradient_accumulation=accumulates and torch.is_grad_enabled() and weight.requires_grad,
-        **options,
+    of_layer: dict[str, Any] = {
+        "bias": getattr(layer, "bias", None),
+        "sequence_parallel": getattr(layer, "sequence_parallel", False),
+        "gradient_accumulation": accumulates and torch.is_grad_enabled() and weight.requires_grad,
+    }
+    results = linear_log_probs_and_entropy(hidden, weight, labels, tp_group, **of_layer, **options)
+    if teacher is None:
+        return results
+    divergence = teacher.divergence_from_hidden(
+        hidden, weight, labels, tp_group, counted_tokens(labels, options["mask"]), of_layer | _of_both(options)
     )
+    return *results, divergence
+
+
+def _of_both(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, by name, that functions of log-probs and of divergences both take."""
+    names = ("vocab_size", "temperature", "chunk_size", "support_ids", "support_offsets", "support_is_sorted")
+    return {name: options[name] for name in names}
+
+
+def _support_by_columns(options: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+    """The arguments of the kept tokens, by name, in the order of ``labels.t()``."""
+    ids, offsets = _by_columns(options["support_ids"], options["support_offsets"], labels)
+    return {"support_ids": ids, "support_offsets": offsets}
 
 
 def _logits(layer: nn.Module, hidden: Tensor, weight: Tensor | None) -> Tensor:
@@ -211,31 +253,6 @@ def _checked(
 
     mask = None if loss_mask is None else loss_mask != 0
     return labels, mask
-
-
-def factor_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
-    """The positive number that ``scale_logits`` multiplies by; 1 without a function.
-
-    It is called with four numbers on the CPU, so that the host waits for no GPU.
-
-    Raises:
-        ValueError: the function does more than multiply by a positive number, as a soft cap does.
-    """
-    if scale_logits is None:
-        return 1.0
-
-    def scaled(logit: float) -> float:
-        return float(scale_logits(torch.tensor(logit, dtype=torch.float64, device="cpu")))
-
-    factor = scaled(1.0)
-    # A product with a power of 2 is exact; the large ones show bounds.
-    for logit in (2.0, 2.0**20, -(2.0**20)):
-        if factor <= 0 or scaled(logit) != logit * factor:
-            raise ValueError(
-                f"scale_logits makes {factor} of 1 and {scaled(logit)} of {logit:g}, which is no multiplication by a "
-                "positive number: log_prob_processor needs fused=False, LogProbRequest mode='auto'"
-            )
-    return factor
 
 
 def _by_columns(ids: Tensor | None, offsets: Tensor | None, labels: Tensor) -> tuple[Tensor | None, Tensor | None]:

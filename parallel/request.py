@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatron_rc.parallel.arguments import check_kind, one_of
 from megatron_rc.parallel.groups import Group
-from megatron_rc.parallel.processor import factor_of, log_prob_processor
+from megatron_rc.parallel.processor import log_prob_processor
+from megatron_rc.parallel.scale_logits import factor_of
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs_and_entropy
 
 _log = logging.getLogger("megatron_rc")

@@ -23,8 +23,12 @@ BLOCK_ENTRIES = 2**18  # entries of a block of rows on a CPU: their logits are g
 LEAST_RELATIVE_SUM = 1e-8
 
 
-def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> None:
+def check_support(
+    ids: Tensor | None, offsets: Tensor | None, tokens: int, *, of: str = "labels", name: str = "support"
+) -> None:
     """Check the shapes and dtypes of a caller's kept tokens; None for both means that there are none.
+
+    The arguments are called ``name``_ids and ``name``_offsets, and the tokens ``of``, in messages.
 
     Raises:
         ValueError: one of them without the other, anything but lists of integers, or a number of offsets that does not
@@ -32,14 +36,14 @@ def check_support(ids: Tensor | None, offsets: Tensor | None, tokens: int) -> No
     """
     if ids is None and offsets is None:
         return
-    for name, value in (("support_ids", ids), ("support_offsets", offsets)):
+    for argument, value in ((f"{name}_ids", ids), (f"{name}_offsets", offsets)):
         if value is None:
-            raise ValueError(f"{name} is None: pass support_ids and support_offsets together")
+            raise ValueError(f"{argument} is None: pass {name}_ids and {name}_offsets together")
         if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected a list of int64, or int32")
+            raise ValueError(f"{argument} is {value.dtype} {tuple(value.shape)}: expected a list of int64, or int32")
     if offsets is not None and len(offsets) != tokens + 1:
         raise ValueError(
-            f"support_offsets has {len(offsets)} numbers: expected {tokens + 1}, one more than there are labels"
+            f"{name}_offsets has {len(offsets)} numbers: expected {tokens + 1}, one more than there are {of}"
         )
 
 
@@ -86,7 +90,7 @@ class Support:
 
         # A CPU looks at the ids later, and sorts them where they are not sorted.
         if is_sorted and host_waits_for(ids) and len(ids):
-            ascends = (support._keys(support._row_of_entries()).diff() > 0).all()
+            ascends = (support._keys(support.row_of_entries()).diff() > 0).all()
             in_vocabulary = support._ends_in_vocabulary(ids).all()
             support = replace(support, valid=valid & ascends & in_vocabulary)
         return support
@@ -207,7 +211,7 @@ class Support:
             factors: the factors of the gradient of each row.
             options: the settings for reading the logits.
         """
-        row = self._row_of_entries()
+        row = self.row_of_entries()
         column, is_local = _local_columns(self.ids.long(), self.first_id, options)
         any_local = None
         if is_local is not None and len(row):
@@ -258,7 +262,7 @@ class Support:
 
     def _look_up(self, labels: Tensor) -> tuple[_SortedEntries, Tensor]:
         """Return the entries sorted by id in each row, and whether each row's label can be scored, [rows] bool."""
-        row = self._row_of_entries()
+        row = self.row_of_entries()
         ids = self.ids.long()
         keys = self._keys(row)
         is_first = None
@@ -302,7 +306,7 @@ class Support:
         """A number for each entry that orders entries by their ``row``, and those of a row by id: [entries], int64."""
         return torch.add(self.ids.long(), row, alpha=self._key_distance)
 
-    def _row_of_entries(self) -> Tensor:
+    def row_of_entries(self) -> Tensor:
         """The row of each entry, [entries], int64."""
         return torch.repeat_interleave(self.counts, output_size=len(self.ids))
 

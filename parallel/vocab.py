@@ -198,8 +198,8 @@ class _VocabSoftmax(torch.autograd.Function):
         """
         # The leading dimensions, the one with the largest stride first: the order of the rows in memory.
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
-        rows = _as_rows(logits, order)
-        label, counted = _flat(order, labels, counted_tokens(labels, mask))
+        rows = as_rows(logits, order)
+        label, counted = flat(order, labels, counted_tokens(labels, mask))
         target = Target.locate(label, counted, spec, rows.shape[1])
         support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
 
@@ -233,10 +233,10 @@ class _VocabSoftmax(torch.autograd.Function):
         spec: CallSpec = ctx.spec
         order: list[int] = ctx.order
         grad_logits = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
-        rows = _as_rows(logits, order)
-        grad_rows = _as_rows(grad_logits, order)
-        entropy, squared_sum, *flat_grads = _flat(order, entropy, squared_sum, *grads)
-        label, counted = _flat(order, labels, counted_tokens(labels, mask))
+        rows = as_rows(logits, order)
+        grad_rows = as_rows(grad_logits, order)
+        entropy, squared_sum, *flat_grads = flat(order, entropy, squared_sum, *grads)
+        label, counted = flat(order, labels, counted_tokens(labels, mask))
         target = Target.locate(label, counted, spec, rows.shape[1]).restricted_to(scorable)
         support = _support_of_rows(ids, offsets, labels, order, spec, rows.shape[1])
         forward_values = ForwardValues(
@@ -274,7 +274,7 @@ def _support_of_rows(
     support = spec.support(ids, offsets, width)
     if support is None or order == sorted(order):
         return support
-    (positions,) = _flat(order, torch.arange(labels.numel(), device=labels.device).view(labels.shape))
+    (positions,) = flat(order, torch.arange(labels.numel(), device=labels.device).view(labels.shape))
     return support.permuted(positions)
 
 
@@ -288,11 +288,11 @@ def _blocks(rows: Tensor, support: Support | None, spec: CallSpec) -> Iterable[s
     return support.blocks(rows, spec.softmax_options(rows.shape[1], allow_minus_inf=False))
 
 
-def _as_rows(logits: Tensor, order: list[int]) -> Tensor:
+def as_rows(logits: Tensor, order: list[int]) -> Tensor:
     """The logits as rows, [t, v/tp], with the leading dimensions in this order: a view if possible."""
     return logits.detach().permute(*order, -1).reshape(-1, logits.shape[-1])
 
 
-def _flat(order: list[int], *values: Any) -> list[Any]:
+def flat(order: list[int], *values: Any) -> list[Any]:
     """Each tensor flattened to [t], with its dimensions in this order; None stays None."""
     return [None if value is None else value.permute(order).reshape(-1) for value in values]

@@ -111,7 +111,7 @@ def test_every_metric_is_documented_once():
 
 def test_metrics_of_the_loss_are_documented():
     names = derive_loss_metrics(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))
-    assert len(names) == 10
+    assert len(names) == 11
     assert not undocumented(names)
 
 
@@ -472,17 +472,17 @@ def test_the_library_page_knows_the_factor_of_averaged_gradients(ranks, layout):
 
 
 def test_other_pages_run(tmp_path, monkeypatch, capsys):
-    """The pages on presets, advantages and records; the third block of the last one needs verl: make test-adaptors."""
+    """The pages on presets and records; the third block of the last one needs verl: make test-adaptors."""
     assert run("docs/presets.md")["config"].rollout_rs_threshold == "0.2_2.0"
     assert "[0.2, 2]" in capsys.readouterr().out
-    advantages_page = run("docs/advantages.md")
-    assert advantages_page["advantages"][advantages_page["response_mask"]].sum().abs() < 1e-5
-    assert advantages_page["per_response"].tolist() == [1, -1, 0.5, -0.5]
-    exec(blocks(ROOT / "docs" / "advantages.md", "python")[1], advantages_page)
+    estimators = run("docs/presets.md", 1)
+    assert estimators["advantages"][estimators["response_mask"]].sum().abs() < 1e-5
+    assert estimators["per_response"].tolist() == [1, -1, 0.5, -0.5]
+    exec(blocks(ROOT / "docs" / "presets.md", "python")[2], estimators)
     # Of two responses the other one is the mean, whatever its weight.
-    torch.testing.assert_close(advantages_page["weighted"], advantages_page["per_response"])
-    exec(blocks(ROOT / "docs" / "advantages.md", "python")[2], advantages_page)
-    assert advantages_page["advantages"].tolist() == pytest.approx([0.71, -0.71, -0.71, -0.71], abs=0.005)
+    torch.testing.assert_close(estimators["weighted"], estimators["per_response"])
+    exec(blocks(ROOT / "docs" / "presets.md", "python")[3], estimators)
+    assert estimators["advantages"].tolist() == pytest.approx([0.71, -0.71, -0.71, -0.71], abs=0.005)
     block, forms, _ = blocks(ROOT / "docs" / "rollouts.md", "python")
     monkeypatch.chdir(tmp_path)
     records_page = {"batch": recorded_batch(0)}

@@ -17,16 +17,16 @@ from tests.gpu import environment, machine
 from tests.support.paths import ROOT
 
 
-def run(*words, **variables):
+def run(*arguments, **variables):
     """(exit status, stdout, stderr) of a command."""
     # Within another make it would say which folder it enters.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(words, cwd=ROOT, env=inherited | variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(arguments, cwd=ROOT, env=inherited | variables, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "named"),
     [
         (["bench-gpu"], f"`make bench-gpu`|Error {machine.NO_GPU}"),
         (["quarter-gpu"], f"`make quarter-gpu`|Error {machine.NO_GPU}"),
@@ -34,8 +34,8 @@ def run(*words, **variables):
         (["wheels", "WHEELS=/nowhere", "ONLY=torch"], "torch is not in wheels.txt"),
     ],
 )
-def test_without_a_gpu_or_wheels_one_sentence_says_so(words, named):
-    status, output, error = run("make", *words, f"PYTHON={sys.executable}", CUDA_VISIBLE_DEVICES="")
+def test_without_a_gpu_or_wheels_one_sentence_says_so(arguments, named):
+    status, output, error = run("make", *arguments, f"PYTHON={sys.executable}", CUDA_VISIBLE_DEVICES="")
     assert (status, output) == (2, "")
     assert [part for part in named.split("|") if part not in error] == []
 
@@ -75,13 +75,13 @@ def write_checks(folder, code):
 
 @pytest.mark.processes
 def test_every_check_has_its_row(tmp_path):
-    found = tmp_path / "out" / "found.json"
+    rows_path = tmp_path / "out" / "found.json"
     checks = write_checks(tmp_path, HEAD + "\n".join(CHECKS))
-    status, output, error = run(sys.executable, "-m", "tests.gpu", "--device=cpu", f"--json={found}", str(checks))
+    status, output, error = run(sys.executable, "-m", "tests.gpu", "--device=cpu", f"--json={rows_path}", str(checks))
     assert (status, error) == (1, "")
-    content = json.loads(found.read_text(encoding="utf-8"))
-    wanted = [row for results in CHECKS.values() for row in results.items()]
-    for row, (result, word) in zip(content["checks"], wanted, strict=True):
+    content = json.loads(rows_path.read_text(encoding="utf-8"))
+    expected_rows = [row for results in CHECKS.values() for row in results.items()]
+    for row, (result, word) in zip(content["checks"], expected_rows, strict=True):
         assert row["result"] == result
         assert word in row["message"]
     figures = {row["name"].partition("::")[2]: row["figures"] for row in content["checks"]}
@@ -113,7 +113,7 @@ def test_success_is_that_something_passed_and_nothing_failed_or_was_left(tmp_pat
     """Without a row, no name fitted ``--only``."""
     rows = [program.Row("check", result) for result in results.split(",") if result]
     with pytest.raises(SystemExit) as ended:
-        program._finish([*rows, program.Row("check", "skipped")] if rows else rows, tmp_path, 0.0)
+        program.finish([*rows, program.Row("check", "skipped")] if rows else rows, tmp_path, 0.0)
     assert ended.value.code == (0 if results == "passed" else 1)
 
 

@@ -42,7 +42,7 @@ LAUNCH = [row.split() for row in _LAUNCH.split("\n")[1:-1]]
 @functools.cache
 def modules() -> dict[str, Path]:
     """Every module by its name without ``megatron_rc.``; that of a package is the package's."""
-    found = {}
+    paths = {}
     for folder in ("megatron_rc", *LINKED):
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder).parts
@@ -50,8 +50,8 @@ def modules() -> dict[str, Path]:
                 continue
             parts = [*([] if folder == "megatron_rc" else [folder]), *inside]
             parts[-1] = parts[-1].removesuffix(".py")
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def imports(path: Path, top_only: bool = False) -> Iterator[str]:
@@ -68,12 +68,12 @@ def imports(path: Path, top_only: bool = False) -> Iterator[str]:
 @functools.cache
 def graph() -> dict[str, set[str]]:
     """The modules of ours that each module imports."""
-    found = {}
+    imports_of = {}
     for module, path in modules().items():
         ours = {name.removeprefix("megatron_rc.") for name in imports(path) if name.startswith("megatron_rc.")}
         # ``from a.b import c`` imports the module a.b.c, or a name of the module a.b; the package itself is "".
-        found[module] = {name if name in modules() else name.rpartition(".")[0] for name in ours} - {module}
-    return found
+        imports_of[module] = {name if name in modules() else name.rpartition(".")[0] for name in ours} - {module}
+    return imports_of
 
 
 def edges() -> Iterator[tuple[str, str]]:
@@ -83,10 +83,10 @@ def edges() -> Iterator[tuple[str, str]]:
 
 def floor(module: str) -> tuple[str, int, str]:
     """(the house that a module is in, how high it stands there, its folder)."""
-    first, _, rest = module.partition(".")
+    first, _, inside = module.partition(".")
     if first != "launch":
         return "library", LIBRARY.index(first), first
-    folder = rest.partition(".")[0]
+    folder = inside.partition(".")[0]
     (level,) = (level for level, row in enumerate(LAUNCH) if folder in row)
     return "launch", level, folder
 

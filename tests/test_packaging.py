@@ -108,16 +108,16 @@ def test_links_change_no_package(copy, distribution):
 @pytest.mark.processes
 def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
-        held = {
+        names_in_wheel = {
             name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", ".html", ".md", "py.typed"))
         }
-    wanted = set()
+    expected_names = set()
     for top in ("megatron_rc", *LINKED):
         for path in (copy / top).rglob("*"):
             if path.suffix in (".py", ".yaml", ".sh", ".html", ".md") or path.name == "py.typed":
                 inside = path.relative_to(copy).as_posix()
-                wanted.add(inside if top == "megatron_rc" else f"megatron_rc/{inside}")
-    assert held == wanted
+                expected_names.add(inside if top == "megatron_rc" else f"megatron_rc/{inside}")
+    assert names_in_wheel == expected_names
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +142,15 @@ def with_torch(wheel, folder):
 
 def needed_by(name):
     """The distribution, and those that it needs on this machine."""
-    found = set()
+    needed = set()
     left = [name]
     while left:
-        one = left.pop()
-        if one not in found and any(True for _ in metadata.distributions(name=one)):
-            found.add(one)
-            lines = [line for line in metadata.requires(one) or [] if "extra" not in line]
+        requirement = left.pop()
+        if requirement not in needed and any(True for _ in metadata.distributions(name=requirement)):
+            needed.add(requirement)
+            lines = [line for line in metadata.requires(requirement) or [] if "extra" not in line]
             left += [re.split(r"[^\w.-]", line)[0] for line in lines]
-    return found
+    return needed
 
 
 @pytest.mark.processes
@@ -168,12 +168,12 @@ def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, words, c
     (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
     command = [str(base.with_name("megatron-rc")), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
-    said = done.stdout + done.stderr
-    assert (done.returncode, said[: len(begin)]) == (code, begin)
-    assert "Traceback" not in said
-    assert "NumPy" not in said
-    if "pip install" in said:
-        assert said.endswith(f"pip install 'megatron-rc[launch] @ {wheel.as_uri()}'\n")
+    printed = done.stdout + done.stderr
+    assert (done.returncode, printed[: len(begin)]) == (code, begin)
+    assert "Traceback" not in printed
+    assert "NumPy" not in printed
+    if "pip install" in printed:
+        assert printed.endswith(f"pip install 'megatron-rc[launch] @ {wheel.as_uri()}'\n")
 
 
 @pytest.mark.processes
@@ -211,15 +211,15 @@ def source_archive(tmp_path_factory):
 
 @pytest.mark.processes
 def test_a_source_archive_holds_its_tests_and_their_links(source_archive):
-    with tarfile.open(source_archive) as found:
-        held = {member.name.partition("/")[2]: member for member in found.getmembers()}
+    with tarfile.open(source_archive) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     for name in ("tests/test_packaging.py", "docs/index.md", "Makefile", "constraints.txt", "launch/one_node.sh"):
-        assert name in held
-    assert {name: held[f"megatron_rc/{name}"].linkname for name in (*LINKED, "docs")} == {
+        assert name in members
+    assert {name: members[f"megatron_rc/{name}"].linkname for name in (*LINKED, "docs")} == {
         name: f"../{name}" for name in (*LINKED, "docs")
     }
     tracked = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.*") if path.suffix != ".pyc"}
-    assert tracked <= held.keys()
+    assert tracked <= members.keys()
 
 
 def test_torch_is_needed_alone_and_the_page_says_what_each_extra_adds(distribution):
@@ -260,12 +260,12 @@ def installed_by(target):
 def test_make_installs_wheels_alone(target, extras):
     """In the versions of constraints.txt; reasoning-gym's requirements have no wheels."""
     pytorch, *commands = installed_by(target)
-    assert [words[-1] for words in commands] == extras
+    assert [command[-1] for command in commands] == extras
     assert pytorch[-1] == "torch"
-    for words in (pytorch, *commands):
-        assert words[words.index("-c") + 1] == "constraints.txt"
-        only_wheels = "--only-binary" in words and words[words.index("--only-binary") + 1] == ":all:"
-        assert only_wheels == (words[-1] != ".[reasoning-gym]"), words
+    for command in (pytorch, *commands):
+        assert command[command.index("-c") + 1] == "constraints.txt"
+        only_wheels = "--only-binary" in command and command[command.index("--only-binary") + 1] == ":all:"
+        assert only_wheels == (command[-1] != ".[reasoning-gym]"), command
 
 
 def test_the_workflow_tries_the_commands_on_the_machines_that_the_readme_names():
@@ -325,6 +325,6 @@ print("done")
 @pytest.mark.parametrize("kind", ["wheel", "source archive"])
 def test_a_host_needs_torch_alone(base, source_archive, tmp_path, kind):
     python = base if kind == "wheel" else with_torch(built(source_archive, tmp_path), tmp_path / "environment")
-    words = [str(python), "-c", HOSTS_WORK]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
+    command = [str(python), "-c", HOSTS_WORK]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone(), check=False)
     assert done.stdout.strip() == "done", done.stderr

@@ -58,7 +58,7 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask):
 def test_weights_that_are_only_measured_do_not_reach_the_loss(bypass):
     algorithm = "reinforce" if bypass else "ppo_clip"
     mode = {"bypass_mode": True, "loss_type": algorithm} if bypass else {}
-    found = {
+    steps = {
         name: run_loss(RolloutCorrection(RolloutCorrectionConfig(**fields, **mode), ALONE, loss=LOSS), *tensors())
         for name, fields in {
             "none": {"rollout_is": None},
@@ -66,15 +66,15 @@ def test_weights_that_are_only_measured_do_not_reach_the_loss(bypass):
             "applied": {"rollout_is": "token"},
         }.items()
     }
-    assert_equal(found["measured"], found["none"])
-    assert not torch.equal(found["applied"][1], found["none"][1])
+    assert_equal(steps["measured"], steps["none"])
+    assert not torch.equal(steps["applied"][1], steps["none"][1])
 
 
-def assert_equal(one, other):
-    for a, b in zip(one[:3], other[:3], strict=True):
+def assert_equal(step, other_step):
+    for a, b in zip(step[:3], other_step[:3], strict=True):
         assert a.isfinite().all()
         assert torch.equal(a, b)
-    assert one[3] == other[3]
+    assert step[3] == other_step[3]
 
 
 @pytest.mark.parametrize(("mode", "estimator"), [*zip(MODES, itertools.cycle(KL_ESTIMATORS), strict=False)])
@@ -83,11 +83,11 @@ def test_what_stands_at_masked_positions_changes_no_bit(mode, estimator, filler)
     *values, mask = tensors()
     filled = [torch.where(mask, value, filler) for value in values]
     loss = {"kl_coef": 0.1, "kl_estimator": estimator, "entropy_coef": 0.05}
-    known, got = (
-        run_loss(make_correction(*mode, **loss), *each, mask)
-        for each in ([torch.where(mask, value, 0.0) for value in values], filled)
+    with_zeros, with_filler = (
+        run_loss(make_correction(*mode, **loss), *log_probs, mask)
+        for log_probs in ([torch.where(mask, value, 0.0) for value in values], filled)
     )
-    assert_equal(known, got)
+    assert_equal(with_zeros, with_filler)
 
 
 @pytest.mark.parametrize(("mode", "algorithm"), MODES)
@@ -106,12 +106,12 @@ def test_rejected_bad_tokens_do_not_reach_the_loss(mode, algorithm, bad):
     got = run_loss(
         make_correction(mode, algorithm, "reject_token", **loss), theta, spoilt[1], spoilt[0], ref, entropy, mask
     )
-    known = run_loss(make_correction(mode, algorithm, **loss), theta, old, rollout, ref, entropy, without)
+    expected = run_loss(make_correction(mode, algorithm, **loss), theta, old, rollout, ref, entropy, without)
     if mode == "decoupled":
-        return assert_equal(known, got)
+        return assert_equal(expected, got)
     # D₀ still counts the bad token; the factor of the gradients makes up for it.
-    torch.testing.assert_close(got[1] / got[1].norm(), known[1] / known[1].norm())
-    assert got[3] == pytest.approx(known[3])
+    torch.testing.assert_close(got[1] / got[1].norm(), expected[1] / expected[1].norm())
+    assert got[3] == pytest.approx(expected[3])
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
@@ -163,8 +163,8 @@ def corrected_by_plan(mode, **loss):
 def test_what_the_loss_finds_is_not_taken_and_ignored(name):
     """It was worked out for decoupled mode."""
     correction, scale, batch, _, end = corrected_by_plan("bypass")
-    given = {"mask": batch.response_mask, "sequence_lengths": torch.full((ROWS,), 4.0, dtype=torch.float64)}
-    batch = dataclasses.replace(batch, **{name: given.get(name, batch.rollout_log_probs)})
+    results = {"mask": batch.response_mask, "sequence_lengths": torch.full((ROWS,), 4.0, dtype=torch.float64)}
+    batch = dataclasses.replace(batch, **{name: results.get(name, batch.rollout_log_probs)})
     with pytest.raises(ValueError, match=rf"^{name} would be ignored: bypass_mode=True .*: pass {name}=None, or use"):
         masked_loss(correction, batch, tensors()[0], None, scale)
     with pytest.raises(StepError, match="without a micro-batch"):
@@ -190,15 +190,15 @@ def test_no_tensor_of_a_micro_batch_is_broadcast(mode, name, index):
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_gradients_of_narrow_log_probs_add_in_float32(mode, dtype):
     """Of the objective, the entropy bonus and the KL penalty: rounded once, to the last bit."""
-    found = []
+    gradients = []
     for wide in (False, True):
         correction, scale, batch, entropy, _end = corrected_by_plan(mode, entropy_coef=0.3, kl_coef=0.7)
         leaves = [value.to(dtype) for value in (tensors()[0], entropy)]
         leaves = [(value.float() if wide else value).requires_grad_() for value in leaves]
         loss, _, _ = masked_loss(correction, batch, *leaves, scale)
         loss.backward()
-        found.append([loss.detach(), *(leaf.grad.to(dtype) for leaf in leaves)])
-    for narrow, rounded in zip(*found, strict=True):
+        gradients.append([loss.detach(), *(leaf.grad.to(dtype) for leaf in leaves)])
+    for narrow, rounded in zip(*gradients, strict=True):
         assert torch.equal(narrow, rounded)
 
 

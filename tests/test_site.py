@@ -80,7 +80,8 @@ def test_the_front_page_leads_to_every_page():
 
 
 def test_the_page_of_the_api_has_every_public_name():
-    listed = re.findall(r"^- `(\S+)`$", text_of(ROOT / "docs" / "api.md"), flags=re.MULTILINE)
+    table = text_of(ROOT / "docs" / "api.md").partition("| part | names |")[2]
+    listed = re.findall(r"`([^`]+)`", table)
     assert len(listed) == len(set(listed)) == len(pages.api_names())
     assert {f"megatron_rc.{name}" for name in megatron_rc.__all__} <= set(listed)
     assert {f"megatron_rc.parallel.{name}" for name in parallel.__all__} <= set(listed)
@@ -95,16 +96,16 @@ def made(name):
     return pages.completed(f"docs/{name}", text_of(ROOT / "docs" / f"{name}.md"))
 
 
-def test_the_page_of_flags_has_every_flag_and_every_command():
+def test_the_page_on_launching_has_every_flag_and_every_command():
     flag_names = {*long_options(build_parser()), *long_options(torchrun_parser())} - {"", "help"}
-    listed = re.findall(r"^````\{option\} (.+)$", made("flags"), flags=re.MULTILINE)
+    listed = re.findall(r"^````\{option\} (.+)$", made("launching"), flags=re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"--([\w-]+)", line)}
     assert {name for name in flag_names if "_" not in name} == names
     assert len(flag_names) > 400
-    assert "````{option} --lr LR\n" in made("flags")
-    assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "flags.md", "text"))
+    assert "````{option} --lr LR\n" in made("launching")
+    assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "launching.md", "text"))
     for command in pages.COMMANDS:
-        assert f"python -m megatron_rc.{command}" in made("flags")
+        assert f"python -m megatron_rc.{command}" in made("launching")
     files = [path for path in (ROOT / "launch").rglob("*.py") if '\nif __name__ == "__main__":' in text_of(path)]
     commands_found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
     # The launcher's flags, and what takes none.
@@ -114,24 +115,23 @@ def test_the_page_of_flags_has_every_flag_and_every_command():
     }
 
 
-def test_the_page_of_flags_has_every_launch_file():
+def test_the_page_on_launching_has_every_launch_file():
     files = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
-    shown = made("flags").partition("\n## Launch files\n")[2].partition("\n## Every flag\n")[0]
+    shown = made("launching").partition("\n## Launch files\n")[2].partition("\n## Every flag\n")[0]
     assert re.findall(r"^### (\w+)$", shown, flags=re.MULTILINE) == [path.stem for path in files]
     assert all(text_of(path) in shown for path in files)
-    assert "<!-- made by" not in made("flags")
+    assert "<!-- made by" not in made("launching")
 
 
 # What runs the Python blocks of each page, and how many there are.
 RUN_BY = {
     "README.md": ("test_docs.py", 3),
     "docs/adaptors.md": ("adaptors/pages.py", 5),
-    "docs/advantages.md": ("test_docs.py", 3),
     "docs/data.md": ("launch/test_own_modules.py", 2),
     "docs/attribution.md": ("attribution/test_attribute.py", 1),
     "docs/library.md": ("test_docs.py", 8),
     "docs/models.md": ("launch/test_export.py", 1),
-    "docs/presets.md": ("test_docs.py", 1),
+    "docs/presets.md": ("test_docs.py", 4),
     "docs/rollouts.md": ("test_docs.py", 3),
     "docs/choosing.md": ("test_why_example.py", 1),
 }
@@ -168,24 +168,31 @@ def helped(module):
 
 def wrong(tokens):
     """What of a command does not exist: a target, a module, a file, a flag; None where all does."""
-    command, *rest = tokens[0].removeprefix(".venv/bin/"), *tokens[1:]
+    command, *arguments = tokens[0].removeprefix(".venv/bin/"), *tokens[1:]
     if command == "make":
         targets = re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
-        return [word for word in rest if "=" not in word and word not in targets]
+        return [word for word in arguments if "=" not in word and word not in targets]
     if command == "pip":
-        extras = re.findall(r"\[([\w-]+)\]", " ".join(rest))
+        extras = re.findall(r"\[([\w-]+)\]", " ".join(arguments))
         return [name for name in extras if f'"{name}": ' not in text_of(ROOT / "setup.py")]
-    if command == "torchrun" or rest[:2] in (["-m", "megatron_rc.launch"], ["-m", "megatron_rc.launch.check_engine"]):
-        _, left = torchrun_parser().parse_known_args(rest if command == "torchrun" else rest[2:])
+    if command == "torchrun" or arguments[:2] in (
+        ["-m", "megatron_rc.launch"],
+        ["-m", "megatron_rc.launch.check_engine"],
+    ):
+        _, left = torchrun_parser().parse_known_args(arguments if command == "torchrun" else arguments[2:])
         left = [word for word in left if word != "launch/train_ppo.py"]
         return build_parser().parse_known_args(left)[1]
-    if command.startswith("python") and rest[:1] == ["-m"]:
-        if importlib.util.find_spec(rest[1]) is None:
-            return [rest[1]]
-        flags_of_command = helped(rest[1]) if rest[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(rest)
-        return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in flags_of_command]
+    if command.startswith("python") and arguments[:1] == ["-m"]:
+        if importlib.util.find_spec(arguments[1]) is None:
+            return [arguments[1]]
+        flags_of_command = (
+            helped(arguments[1]) if arguments[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(arguments)
+        )
+        return [
+            word for word in arguments[2:] if word.startswith("--") and word.partition("=")[0] not in flags_of_command
+        ]
     if command.startswith("python") or "/" in command:
-        file = rest[0] if command.startswith("python") else command
+        file = arguments[0] if command.startswith("python") else command
         return [] if (ROOT / file).exists() else [file]
     return [] if command in FOREIGN or command.startswith("--") else [command]
 

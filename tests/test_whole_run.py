@@ -22,11 +22,11 @@ def test_a_whole_run_writes_its_row(tmp_path, flags):
     page = tmp_path / "page.md"
     tests.write_text(TESTS)
     page.write_text(TABLE)
-    words = ["-p", "xdist", "-p", "tests.support.whole_run", "--whole-run", "make test-long"]
-    words += ["--whole-run-page", str(page), "--rootdir", str(tmp_path), "-c", "/dev/null", str(tests)]
+    arguments = ["-p", "xdist", "-p", "tests.support.whole_run", "--whole-run", "make test-long"]
+    arguments += ["--whole-run-page", str(page), "--rootdir", str(tmp_path), "-c", "/dev/null", str(tests)]
     # Loading the other installed plugins takes most of each process's time.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    subprocess.run([sys.executable, "-m", "pytest", *words, *flags], cwd=ROOT, env=environment, capture_output=True)
+    subprocess.run([sys.executable, "-m", "pytest", *arguments, *flags], cwd=ROOT, env=environment, capture_output=True)
     row = page.read_text().splitlines()[-1]
     versions = r"\d{4}-\d\d-\d\d \| Python 3\.\d+\.\d+, torch [\d.]+, megatron-core [\d.]+"
     whole = rf"\| `make test-long` \| {versions} \| 1 passed, 1 skipped, 1 failed \|"

@@ -48,7 +48,7 @@ class StudyEngine:
         self.warming = warming
         self._rounded = _linear_weights(self.sampler.model) if levels else set()
         self._is_long = inputs.config.task.task == CountOn.NAME
-        self._file = Path(launch.runs_dir) / launch.run_name / POLICY_FILE
+        self.policy_file = Path(launch.runs_dir) / launch.run_name / POLICY_FILE
 
     @property
     def version(self) -> int:
@@ -64,7 +64,7 @@ class StudyEngine:
             return
         reward = sampled_reward(self.exact) if self._is_long else expected_reward(self.exact.model)
         row = {"step": version, "reward": reward}
-        with self._file.open("a" if version else "w", encoding="utf-8") as file:
+        with self.policy_file.open("a" if version else "w", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def sample(

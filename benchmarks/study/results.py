@@ -14,7 +14,7 @@ from benchmarks.study.settings import APART_BY, COLLAPSE_SHARE, DEGRADED_BY, NON
 
 Row = Mapping[str, float]
 # Measures of the curves, with their names in a run's metrics; ``ess`` is computed.
-_NAMES = {
+METRIC_OF = {
     "sampled": "reward/mean",
     "kl": "rollout_corr/kl",
     "k3": "rollout_corr/k3_kl",
@@ -23,7 +23,7 @@ _NAMES = {
     "grad_norm": "grad_norm",
     "entropy": "policy/entropy",
 }
-MEASURES = (*_NAMES, "ess")
+MEASURES = (*METRIC_OF, "ess")
 _DIGITS = 4
 
 
@@ -135,7 +135,7 @@ def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | N
     if not steps or not policy:
         return None
     curves = {measure: _curve(steps, measure) for measure in MEASURES}
-    kls = [value for row in steps if math.isfinite(value := _value(row, "kl"))]
+    kls = [value for row in steps if math.isfinite(value := value_of(row, "kl"))]
     largest = _short(max(kls)) if kls else None
     return Outcome(*run.key, " ".join(run.flags), commit, seconds, error, policy, curves, largest)
 
@@ -160,13 +160,14 @@ def _rows(path: Path) -> list[dict[str, float]]:
 
 def _curve(rows: Sequence[Row], measure: str) -> list[float | None]:
     windows = [rows[begin : begin + WINDOW] for begin in range(0, len(rows), WINDOW)]
-    finite = [[value for row in window if math.isfinite(value := _value(row, measure))] for window in windows]
+    finite = [[value for row in window if math.isfinite(value := value_of(row, measure))] for window in windows]
     return [_short(fmean(values)) if values else None for values in finite]
 
 
-def _value(row: Row, measure: str) -> float:
-    if measure in _NAMES:
-        return row.get(_NAMES[measure], math.nan)
+def value_of(row: Row, measure: str) -> float:
+    """Return a measure of one step from its row of metrics; NaN if the row lacks it."""
+    if measure in METRIC_OF:
+        return row.get(METRIC_OF[measure], math.nan)
     kl, k3, chi2 = (row.get(f"rollout_corr/{name}", math.nan) for name in ("kl", "k3_kl", "chi2_token"))
     # (mean ρ)² / mean ρ² of the tokens, before any bound; k3 is ρ − 1 − log ρ, so the mean of ρ is 1 + k3 − kl.
     return (1 + k3 - kl) ** 2 / (1 + chi2)

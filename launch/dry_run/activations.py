@@ -125,7 +125,7 @@ class ActivationSizes:
 
     def _rotary(self, width: int) -> int:
         """Bytes of sines and cosines, of queries and of keys; all sequences of a padded micro-batch share them."""
-        if self.config.model.position_embedding_type != "rope":
+        if not self.config.model.is_rotary:
             return 0
         positions = self.tokens // self.rows
         return 4 * positions * width * self.itemsize
@@ -158,7 +158,7 @@ class ActivationSizes:
         bytes_of_width = self.tokens * width * self.itemsize // self.tp
         query = transformer.num_attention_heads * bytes_of_width
         key = transformer.num_query_groups * bytes_of_width
-        rotates = config.model.position_embedding_type == "rope"
+        rotates = config.model.is_rotary
         cp = config.parallel.context_parallel_size
 
         # Queries, keys and values are one product. Values are a view of it, which keeps all of it.

@@ -34,6 +34,9 @@ class StageMemory:
     # Weights, gradients and optimizer of the critic; its activations are freed before the policy's are made. With
     # --critic-offload only the bytes beyond the policy's activations and logits.
     critic: int
+    # The teacher's output layer and last hidden states, and its other weights as far as they exceed the policy's
+    # activations and logits, which are not there during its pass; on a CPU all its weights.
+    teacher: int
     batch: int  # the rollout batch
     activations: int  # the most at once, of waiting micro-batches and the one at work
     logits: int  # logits with their gradients, or the chunks that replace them
@@ -45,7 +48,7 @@ class StageMemory:
         return sum(getattr(self, name) for name in KINDS)
 
 
-KINDS = ("weights", "gradients", "optimizer", "reference", "critic", "batch", "activations", "logits")
+KINDS = ("weights", "gradients", "optimizer", "reference", "critic", "teacher", "batch", "activations", "logits")
 
 
 def stage_memories(config: RunConfig) -> list[StageMemory]:
@@ -107,6 +110,7 @@ def _stage_memory(config: RunConfig, stage: int) -> StageMemory:
         # On GPUs it waits in host memory, and takes the place of the policy to score.
         reference=weights if config.needs_reference and config.launch.on_cpu else 0,
         critic=_critic_bytes(config, [chunk.critic for chunk in chunks], dynamic, logits),
+        teacher=_teacher_bytes(config, stage, tokens, dynamic),
         batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
         activations=dynamic - logits,
         logits=logits,
@@ -147,6 +151,32 @@ def _critic_bytes(config: RunConfig, chunks: Sequence[Parameters], dynamic: int,
         return model + optimizer
     at_work = max(model + dynamic - logits, model + optimizer)
     return max(0, at_work - dynamic)
+
+
+def _teacher_bytes(config: RunConfig, stage: int, tokens: int, dynamic: int) -> int:
+    """Return the bytes that teachers add to the policy's peak; one of them is on the device at a time.
+
+    ``tokens`` are those of a replica's rollout batch; ``dynamic`` has the policy's activations and logits.
+    """
+    parallel = config.parallel
+    is_last = stage == parallel.pipeline_model_parallel_size - 1
+    size = config.dtype.itemsize
+    resident = 0
+    passing = 0
+    for teacher in config.teachers:
+        weights = sum(chunk.policy.total for chunk in _chunks_of_stage(teacher.config, stage)) * size
+        width = teacher.config.transformer.hidden_size
+        output_layer = 0
+        if is_last:
+            output_layer = teacher.config.model.padded_vocab_size // parallel.tensor_model_parallel_size * width * size
+            if config.loss.distils:
+                slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+                resident += tokens // (parallel.context_parallel_size * slices) * width * size
+        resident += output_layer
+        passing = max(passing, weights - output_layer)
+        if config.launch.on_cpu:
+            resident += weights - output_layer
+    return resident + max(0, passing - dynamic)
 
 
 def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:

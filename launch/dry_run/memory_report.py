@@ -60,7 +60,12 @@ def _unit(most: float) -> tuple[str, int]:
     return ("GiB", GIB) if most > GIB else ("MiB", 2**20)
 
 
-_WORDS = {"engine": "the engine's", "batch": "the rollout batch", "critic": "the critic's"}
+_WORDS = {
+    "engine": "the engine's",
+    "batch": "the rollout batch",
+    "critic": "the critic's",
+    "teacher": "the teacher's",
+}
 
 
 def _remedy(config: RunConfig, part: str) -> str:
@@ -75,6 +80,7 @@ def _remedy(config: RunConfig, part: str) -> str:
         "activations": f"lower --micro-batch-size, or {activations}",
         "reference": f"give --grpo-kl-beta 0, or {split}",
         "critic": f"{offload}use an --advantage-estimator that needs none, or {split}",
+        "teacher": f"use a smaller teacher, --teacher-url, or {split}",
         "batch": "lower --grpo-prompts-per-step",
         "engine": "use --rollout-engine vllm-server or sglang-server",
     }

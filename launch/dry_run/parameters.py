@@ -36,7 +36,8 @@ def chunk_parameters(
     dense = 0
     experts = 0
     for has_experts in expert_layers:
-        dense += _attention_parameters(config) + 2 * _norm_parameters(config, config.transformer.hidden_size)
+        norms = 4 if config.model.layer_norms == "around" else 2
+        dense += _attention_parameters(config) + norms * _norm_parameters(config, config.transformer.hidden_size)
         if has_experts:
             dense += _router_parameters(config)
             experts += _expert_parameters(config)
@@ -67,9 +68,11 @@ def _attention_parameters(config: RunConfig) -> int:
     parameters = hidden * qkv_width + query_width * hidden
     if transformer.add_bias_linear or transformer.add_qkv_bias:
         parameters += qkv_width
-    if transformer.add_bias_linear:
+    if transformer.add_bias_linear or config.model.attention_output_bias:
         parameters += hidden
-    if transformer.qk_layernorm:
+    if transformer.qk_layernorm and config.model.qk_norm_over == "all_heads":
+        parameters += query_width + key_width
+    elif transformer.qk_layernorm:
         parameters += 2 * _norm_parameters(config, transformer.kv_channels)
     return parameters
 
@@ -118,6 +121,8 @@ def _router_parameters(config: RunConfig) -> int:
     shared_width = experts.moe_shared_expert_intermediate_size
     if shared_width:
         parameters += _mlp_parameters(config, shared_width, config.parallel.tensor_model_parallel_size)
+    if experts.moe_shared_expert_gate:
+        parameters += config.transformer.hidden_size
     return parameters
 
 

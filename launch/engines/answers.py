@@ -126,7 +126,7 @@ def make_sample(
         )
     if len(token_ids) <= ask.max_new_tokens:
         _check_end(ask, token_ids, reason, where)
-    numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
+    numbers = [float(value) if is_log_prob(value) else math.nan for value in log_probs]
     # Engines write "length" if an end comes exactly at the length limit.
     finish_reason = ask.ends.finish_reason(token_ids)
     try:
@@ -141,7 +141,7 @@ def make_sample(
 def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
     """Description of the first unusable log-prob, beginning with ``where``; None if all are usable."""
     for position, value in enumerate(log_probs):
-        if not _is_log_prob(value):
+        if not is_log_prob(value):
             return (
                 f"{where} the log-prob of response token {position} is {str(value)[:40]}, expected a finite number of "
                 "at most 0: check the engine's weights and precision"
@@ -183,7 +183,8 @@ def _went_on(ends: ResponseEnds, token_ids: list[int]) -> str:
     )
 
 
-def _is_log_prob(value: Any) -> bool:
+def is_log_prob(value: Any) -> bool:
+    """Return whether an engine's value is a finite number that a log-prob may have."""
     # The comparison is false for NaN and infinities, and raises no error for an integer beyond all floats.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and LOWEST < value <= POSITIVE_LIMIT
 

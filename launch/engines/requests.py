@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 from megatron_rc.launch.engines import EngineError
 
+# Servers whose weights can be read back.
+READ_BACK = ("vllm-server", "sglang-server")
 API_KEY = "ROLLOUT_API_KEY"  # environment variable with the servers' key
 MOST_BYTES = 1 << 20  # largest answer without tokens
 

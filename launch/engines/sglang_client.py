@@ -8,6 +8,8 @@ add ``--load-format dummy``.
 from __future__ import annotations
 
 import base64
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +19,12 @@ from torch import Tensor
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
 from megatron_rc.launch.engines.http_client import HttpClient
-from megatron_rc.launch.engines.requests import Request
+from megatron_rc.launch.engines.requests import MOST_BYTES, Request
 from megatron_rc.launch.engines.server_client import INCOMPLETE, ServerClient
 from megatron_rc.launch.engines.weight_versions import UNNAMED, VersionRange
 
 CERTAIN = -1e-3  # nats; a likeliest token above this shows no effect of the temperature
+BYTES_OF_NUMBER = 32  # at most, of a weight's number in JSON
 PROBED_PROMPTS = 4  # of each version of the weights
 
 
@@ -85,6 +88,35 @@ class SglangClient(ServerClient):
         answer = self.http.json("POST", "/update_weights_from_disk", body)
         if self.field(answer, "success") is not True:
             raise EngineError(f"{self.url} did not take the weights over: {answer.get('message')}")
+
+    def check_readable(self) -> None:
+        """Check that :meth:`weight` can read this server's weights: not quantised, and whole in one process."""
+        settings = self.http.json("GET", "/get_server_info")
+        for name, readable in (("tp_size", 1), ("dp_size", 1), ("quantization", None)):
+            value = self.field(settings, name)
+            if value != readable:
+                raise EngineError(
+                    f"{self.url} has {name} {value}, with which SGLang answers no whole weights: read them back from a "
+                    "server that was started without this setting"
+                )
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a weight that the server has, by its Hugging Face name, float32.
+
+        SGLang's ``get_weights_by_name``, which its class LlamaForCausalLM alone has, answers JSON of about 20 bytes a
+        number.
+        """
+        body = {"name": name, "truncate_size": shape[0]}
+        most_bytes = MOST_BYTES + BYTES_OF_NUMBER * math.prod(shape)
+        request = Request("POST", "/get_weights_by_name", body, most_bytes)
+        (numbers,) = self.http.read_all([request], lambda _, answer: answer, 1, nullcontext)
+        try:
+            weight = torch.tensor(numbers, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise EngineError(f"{self.url} answered no numbers for {name} ({problem})") from None
+        if weight.shape != shape:
+            raise EngineError(f"{self.url}: {name} is {tuple(weight.shape)}, expected {shape}: is it this model?")
+        return weight
 
     def begin_update(self, *, is_first: bool) -> None:
         """Name the weights incomplete: an update begins and ends with the name of its version."""

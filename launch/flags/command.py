@@ -15,7 +15,18 @@ from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.weights.architecture import read_architecture
 
 # Flags that contradict a directory that does not mention them.
-_ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", "moe_router_group_topk")
+_ABSENT = (
+    "num_experts",
+    "q_lora_rank",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_group_topk",
+    "no_rope_freq",
+    "rotary_seq_len_interpolation_factor",
+    "rope_dynamic_factor",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_attention_factor",
+)
 # Typed flags that take the place of other flags in a launch file.
 _REPLACED = {
     "load_hf": ("from_scratch",),
@@ -92,12 +103,17 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
+def values_of_directory(folder: str, name: str) -> dict[str, Any]:
+    """Return the values of flags that a Hugging Face directory describes; ``name`` is the flag that gave it."""
+    arguments: list[str] = []
+    for key, value in read_architecture(folder, name).items():
+        arguments += words_of(f"{folder}/config.json", key, value)
+    return _parsed(arguments)
+
+
 def _read_model(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of flags that a Hugging Face directory describes; given ones must not contradict them."""
-    arguments: list[str] = []
-    for name, value in read_architecture(folder).items():
-        arguments += words_of(f"{folder}/config.json", name, value)
-    of_model = _parsed(arguments)
+    of_model = values_of_directory(folder, "--load-hf")
     usual = defaults()
     for name in [*of_model, *_ABSENT]:
         described = of_model.get(name, usual.get(name))

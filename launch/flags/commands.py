@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rc.launch.engines.requests import API_KEY, READ_BACK, check_key, check_url
 from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.parser import Parser
@@ -41,7 +42,12 @@ def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
     _add_checkpoint(parser)
     text = "weights of the engine: a Hugging Face directory, a run's --save, or one checkpoint iter_NNNNNNN in it; "
     parser.add_argument("--engine-weights", type=Path, metavar="DIR", help=f"{text}default: the trainer's")
-    text = "round the engine's weights, as the flag of a run does; default: fp32, no rounding"
+    text = "read the engine's weights back from this running server, http://host:port, instead of --engine-weights"
+    parser.add_argument("--rollout-url", metavar="URL", help=text)
+    text = "kind of this server"
+    parser.add_argument("--rollout-engine", choices=READ_BACK, help=text)
+    text = "round the engine's weights, as the flag of a run does; default: fp32, no rounding. Weights of a server are "
+    text += "taken as they are, and this is the format in which it should have the trainer's"
     parser.add_argument("--rollout-dtype", choices=DTYPES, default=DTYPES[0], help=text)
     text = "forward and backward passes: more if the completeness is far from 1; default: 1"
     parser.add_argument("--attribution-nodes", dest="nodes", type=int, default=1, metavar="N", help=text)
@@ -57,11 +63,26 @@ def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
         _check_folder("--engine-weights", args.engine_weights, remedy=remedy)
     if args.nodes < 1:
         raise ConfigurationError(f"--attribution-nodes {args.nodes}: give 1 or more")
-    if args.engine_weights is None and args.rollout_dtype == DTYPES[0]:
+    if args.rollout_url is not None:
+        _check_server(args)
+    elif args.engine_weights is None and args.rollout_dtype == DTYPES[0]:
         raise ConfigurationError(
             "trainer and engine would have the same weights: give --engine-weights, or the --rollout-dtype of the run"
         )
     return args
+
+
+def _check_server(args: argparse.Namespace) -> None:
+    """Refuse flags of a server whose weights cannot be read back."""
+    try:
+        check_url(args.rollout_url)
+        check_key(os.environ.get(API_KEY))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    if args.rollout_engine is None:
+        raise ConfigurationError(f"--rollout-url {args.rollout_url} needs --rollout-engine: {' or '.join(READ_BACK)}")
+    if args.engine_weights is not None:
+        raise ConfigurationError("--engine-weights and --rollout-url both give the engine's weights: leave one out")
 
 
 def parse_report(argv: Sequence[str]) -> Path:

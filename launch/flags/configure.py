@@ -24,6 +24,7 @@ from megatron_rc.launch.flags.own_objects import as_given
 from megatron_rc.launch.flags.parser import parser_for
 from megatron_rc.launch.flags.sources import check_sources
 from megatron_rc.launch.flags.task_of_run import make_task_of_run, with_prompts
+from megatron_rc.launch.flags.teachers import teacher_models
 from megatron_rc.launch.flags.unused import OPTIONAL_SECTIONS, without_unused, without_unused_in_run
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
@@ -81,7 +82,13 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
     values, unused = without_unused(with_prompts(command.values), command.given)
     check_given(values)
     check_sources(values)
-    values = with_what_follows(with_steps(values), world_size, engine=engine, elsewhere=elsewhere)
+    values = with_steps(values)
+    given_values = values
+
+    def complete(values: Values) -> Values:
+        return with_what_follows(values, world_size, engine=engine, elsewhere=elsewhere)
+
+    values = complete(values)
     correction, loss = correction_and_loss(command, values)
     if values.correct_values is None:
         values = values.also({"correct_values": "none" if correction.corrects_in_loss else "mask"})
@@ -92,6 +99,8 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
         is_absent = is_optional and not OPTIONAL_SECTIONS[name].is_met(values)
         sections[name] = None if is_absent else _section(section, values)
     config = RunConfig(**sections, correction=correction, loss=loss, unused=tuple(unused))
+    teachers = tuple(teacher_models(config, given_values, complete, _section))
+    config = dataclasses.replace(config, teachers=teachers)
     return without_unused_in_run(config, command.given), task
 
 

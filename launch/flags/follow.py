@@ -84,6 +84,7 @@ def with_what_follows(values: Values, world_size: int, *, engine: bool, elsewher
             "knows_versions": samples or values.rollout_staleness is not None,
             "virtual_pipeline_model_parallel_size": _virtual_stages(values),
             "critic_lr": values.critic_lr or values.lr,
+            "teacher_temperature": values.teacher_temperature or values.rl_default_temperature,
         }
     )
     more: dict[str, Any] = {

@@ -27,6 +27,7 @@ _TITLES = {
     "parallel": "parallelism",
     "transformer": "layers",
     "latent": "multi-latent attention",
+    "yarn": "YaRN",
     "experts": "mixture of experts",
     "routing": "routing replay",
     "compute": "precision and recomputation",

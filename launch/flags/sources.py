@@ -12,7 +12,7 @@ from megatron_rc.launch.tasks.text import CHARACTERS
 
 # Launch file of the toy task; a run of its model on its task needs no --from-scratch.
 TOY = "count_up"
-_OF_MODEL_AND_TASK = ("transformer", "latent", "experts", "model", "task", "data")
+_OF_MODEL_AND_TASK = ("transformer", "latent", "yarn", "experts", "model", "task", "data")
 
 
 def check_sources(values: Values) -> None:

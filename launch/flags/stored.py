@@ -10,15 +10,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
-from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
+from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import MegatronSection, ParallelSection
-from megatron_rc.launch.run_config.options import Section, options_of
+from megatron_rc.launch.run_config.options import Section, as_typed, options_of
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Sections = Mapping[str, Mapping[str, Any] | None]
 # A value of an unknown field in these sections means another model; in other sections it can be ignored.
-_OF_THE_MODEL = ("transformer", "latent", "experts", "model")
+_OF_THE_MODEL = ("transformer", "latent", "yarn", "experts", "model")
 
 
 def stored_config(sections: Sections, where: str) -> RunConfig:
@@ -31,6 +31,7 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
         stored = sections.get(name)
         if section is MegatronSection:
             fields = (stored or {}).get("given") or {}
+            _check_not_moved(fields, where)
             # Another version of Megatron-Core may have written fields that this one does not have.
             known_fields = {field: value for field, value in fields.items() if field in passed_through()}
             made[name] = MegatronSection(given=known_fields)
@@ -45,6 +46,17 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
     if foreign:
         raise ConfigurationError(f"{where}: {foreign[0]} is in no Hugging Face architecture here, and not rebuilt here")
     return _on_one_process(config)
+
+
+def _check_not_moved(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse a field that changed the model's function, and that a section of this release has."""
+    declared = {option.field: option for _, option in flag_options().values()}
+    for name, value in fields.items():
+        if name in declared and value:
+            raise ConfigurationError(
+                f"{where}: {as_typed(declared[name].flag, value)} was stored with Megatron's other fields: it was "
+                "written by another version"
+            )
 
 
 def _on_one_process(config: RunConfig) -> RunConfig:

@@ -14,7 +14,7 @@ from megatron_rc.launch.run_config.options import as_typed, options_of
 from megatron_rc.loss.objectives import OBJECTIVES
 
 # Estimators without a baseline over the responses to a prompt, or with one that importance weights do not change.
-_WITHOUT_BASELINE = ("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std")
+_WITHOUT_BASELINE = (*("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std", "distillation"),)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Rule:
 # Sections of the configuration that are absent unless a condition is met; the switch itself may be a field of them.
 OPTIONAL_SECTIONS = {
     "latent": Rule("--multi-latent-attention", lambda run: run.multi_latent_attention, "multi_latent_attention"),
+    "yarn": Rule("--position-embedding-type yarn", lambda run: run.position_embedding_type == "yarn", ""),
     "experts": Rule("--num-experts", lambda run: run.num_experts, "num_experts"),
     "routing": Rule(
         "--num-experts with --moe-enable-routing-replay",
@@ -36,6 +37,11 @@ OPTIONAL_SECTIONS = {
         "moe_enable_routing_replay",
     ),
     "critic": Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", ""),
+    "distillation": Rule(
+        "a teacher",
+        lambda run: run.teacher_load_hf or run.teacher_load or run.teacher_url or run.teacher_files,
+        "",
+    ),
 }
 # In this order: a flag of one rule may be a condition of a later one.
 _TABLE = (
@@ -45,7 +51,7 @@ _TABLE = (
         "eval_interval reward reply reward_workers reward_timeout reward_errors reward_on_error bad_samples "
         "bad_sample_attempts max_turns rollout_stop_token_ids rollout_no_stop_token_ids rollout_stop "
         "rollout_skip_special_tokens dynamic_sampling save_rollouts rollout_engine rollout_url rl_partial_rollouts "
-        "attribution_interval",
+        "attribution_interval teacher_prompt",
     ),
     # Layers.
     Rule("tensor parallel ranks", lambda run: run.tensor_model_parallel_size > 1, "sequence_parallel"),
@@ -59,21 +65,32 @@ _TABLE = (
     Rule(
         "plain rotary positions",
         lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,
-        "rotary_percent use_rope_scaling",
+        "rotary_percent use_rope_scaling rotary_seq_len_interpolation_factor rope_dynamic_factor",
+    ),
+    Rule(
+        "rotary positions",
+        lambda run: run.position_embedding_type in ("rope", "yarn") and not run.multi_latent_attention,
+        "rotary_interleaved no_rope_freq",
     ),
     Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
     Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
     Rule(
         "plain attention",
         lambda run: not run.multi_latent_attention,
-        "kv_channels add_qkv_bias group_query_attention num_query_groups",
+        "kv_channels add_qkv_bias attention_output_bias group_query_attention num_query_groups",
     ),
+    Rule("--qk-layernorm", lambda run: run.qk_layernorm, "qk_norm_over"),
     Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
-    Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias"),
+    Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias attention_output_bias"),
     Rule(
         "--rope-type yarn",
         lambda run: run.rope_type == "yarn",
         "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
+    ),
+    Rule(
+        "--moe-shared-expert-intermediate-size",
+        lambda run: run.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate",
     ),
     Rule("softmax scores", lambda run: run.moe_router_score_function == "softmax", "moe_router_pre_softmax"),
     Rule("sigmoid scores", lambda run: run.moe_router_score_function == "sigmoid", "moe_router_enable_expert_bias"),
@@ -107,7 +124,18 @@ _TABLE = (
     Rule("an estimator with a discount", lambda run: run.advantage_estimator in ("reinforce-pp", "gae"), "gamma"),
     Rule("--advantage-estimator gae", lambda run: run.advantage_estimator == "gae", "gae_lambda"),
     Rule("--advantage-estimator gpg", lambda run: run.advantage_estimator == "gpg", "gpg_f_norm"),
-    Rule("an estimator other than remax", lambda run: run.advantage_estimator != "remax", "advantage_scope"),
+    Rule(
+        "an estimator other than remax and distillation",
+        lambda run: run.advantage_estimator not in ("remax", "distillation"),
+        "advantage_scope",
+    ),
+    Rule("an estimator of rewards", lambda run: run.advantage_estimator != "distillation", "kl_in_reward"),
+    Rule(
+        "--advantage-estimator distillation", lambda run: run.advantage_estimator == "distillation", "teacher_weights"
+    ),
+    Rule("--teacher-url", lambda run: run.teacher_url, "teacher_server teacher_top_k save_teacher"),
+    Rule("--teacher-server vllm", lambda run: run.teacher_server == "vllm", "teacher_model"),
+    Rule("--teacher-url or --teacher-files", lambda run: run.teacher_url or run.teacher_files, "teacher_tail"),
     Rule(
         "an estimator with a baseline of each prompt",
         lambda run: run.advantage_estimator not in _WITHOUT_BASELINE,

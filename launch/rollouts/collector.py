@@ -24,9 +24,11 @@ from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.publishers import PartsPublisher, WholeModelPublisher
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
-from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
+from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch, TeacherInput
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.rollouts.scheduler import RolloutScheduler, WeightSync
+from megatron_rc.launch.rollouts.teacher_prompts import teacher_rows
+from megatron_rc.launch.rollouts.teacher_scores import RecordedTeacher, ServedTeacher, make_teacher
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import StopRequest
 from megatron_rc.launch.tasks import Task
@@ -50,6 +52,7 @@ class RolloutCollector:
         reward_metrics: metrics of the last batch, equal on all ranks; empty with ``--load-rollouts``.
         baselines: [responses] of the last batch, see SampledBatch, on all ranks of the replica.
         routed_experts: those of the last batch as the engine or the records gave them, on the engine's rank.
+        teacher_input: see SampledBatch, of the last batch, on all ranks of the replica.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class RolloutCollector:
         self.reward_metrics: dict[str, float] = {}
         self.baselines: Tensor | None = None
         self.routed_experts: Tensor | None = None
+        self.teacher_input: TeacherInput | None = None
+        self._teacher: ServedTeacher | RecordedTeacher | None = None
         self._said_experts = False
         self._num_unscored = 0
         self._num_responses = 0
@@ -90,8 +95,9 @@ class RolloutCollector:
         self.scheduler = RolloutScheduler(config, self._obtain, is_elsewhere=is_elsewhere)
 
     def _start(self, engine: RolloutEngine | None) -> None:
-        """Make this replica's sampler, or its reader of recorded rollouts."""
+        """Make this replica's sampler, or its reader of recorded rollouts, and its teacher if that is no model here."""
         rollouts = self.config.rollouts
+        self._teacher = make_teacher(self.config, self.replica)
         if rollouts.load_rollouts:
             length = self.config.training.seq_length
             self.recorded = RecordedRollouts(
@@ -150,7 +156,7 @@ class RolloutCollector:
         if not self.is_engine_rank:
             self.scheduler.forget(step)
         what = f"the rollout of step {step}"
-        sampled = self.work.run(lambda: self._checked(self.scheduler.take(step), step), what)
+        sampled = self.work.run(lambda: self._scored(self._checked(self.scheduler.take(step), step), step), what)
         batch = None if sampled is None else sampled.batch
         baselines = None if sampled is None else sampled.baselines
 
@@ -161,6 +167,10 @@ class RolloutCollector:
             self._num_responses += self.config.rollouts.sequences
         if self.config.advantages.advantage_estimator == "remax":
             self.baselines = self.broadcast.value(baselines).to(self.config.launch.device)
+        if self.config.has_teacher_input:
+            local_input = None if sampled is None else sampled.teacher_input
+            teacher_input = cast(TeacherInput, self.broadcast.value(local_input))
+            self.teacher_input = teacher_input.to(self.config.launch.device)
         self.routed_experts = None if batch is None else batch.routed_experts
         if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
             _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
@@ -253,6 +263,22 @@ class RolloutCollector:
         if rollouts.save_rollouts:
             write_rollouts(batch, rollouts.save_rollouts, step, self.replica)
         return dataclasses.replace(sampled, batch=batch.with_sorted_support())
+
+    def _scored(self, sampled: SampledBatch, step: int) -> SampledBatch:
+        """Add a teacher's log-probs of the batch, or the rows with its own prompts; write a server's log-probs."""
+        prompts = sampled.teacher_prompts
+        if self._teacher is None:
+            if prompts is None:
+                return sampled
+            return dataclasses.replace(sampled, teacher_input=teacher_rows(sampled.batch, prompts, self.config))
+        if isinstance(self._teacher, RecordedTeacher):
+            if self.recorded is None:
+                raise RuntimeError("a recorded teacher has recorded rollouts")
+            names = self.recorded.names(step // self.config.updates_per_rollout)
+            return dataclasses.replace(sampled, teacher_input=self._teacher.read(sampled.batch, names))
+        scores = self._teacher.score(sampled.batch, prompts)
+        self._teacher.save(scores, step)
+        return dataclasses.replace(sampled, teacher_input=scores)
 
     def _check_scores(self, step: int) -> None:
         """Raise RunError if no response of the batch has a score, or more than half were dropped."""

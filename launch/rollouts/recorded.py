@@ -29,20 +29,21 @@ def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: 
     # A run that was killed while it wrote leaves a partial file.
     for partial in Path(folder).glob(f".step-*-replica-{replica:04d}.safetensors.*"):
         partial.unlink(missing_ok=True)
-    save_rollouts(batch, _path(folder, step, replica))
+    save_rollouts(batch, Path(folder) / file_name(step, replica))
 
 
 def add_log_probs(folder: str | Path, step: int, replica: int, log_probs: Mapping[str, Tensor]) -> None:
     """Write the trainer's log-probs, [n, s] in token positions, into the file that :func:`write_rollouts` wrote."""
-    path = _path(folder, step, replica)
+    path = Path(folder) / file_name(step, replica)
     batch = load_rollouts(path)
     length = batch.tokens.shape[1]
     fields: dict[str, Any] = {name: values[:, :length] for name, values in log_probs.items()}
     save_rollouts(dataclasses.replace(batch, **fields), path)
 
 
-def _path(folder: str | Path, step: int, replica: int) -> Path:
-    return Path(folder) / f"step-{step:07d}-replica-{replica:04d}.safetensors"
+def file_name(step: int, replica: int) -> str:
+    """Return the name of the file with one replica's share of the rollout batch of an optimizer step."""
+    return f"step-{step:07d}-replica-{replica:04d}.safetensors"
 
 
 def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
@@ -88,6 +89,10 @@ class RecordedRollouts:
         self.length = length
         self.sequences = sequences
         self.prompts = prompts
+
+    def names(self, index: int) -> list[str]:
+        """Names of the files of the ``index``-th rollout batch, in the order of the replicas."""
+        return [path.name for path in self.files[index]]
 
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:
         """One replica's share of the ``index``-th rollout batch: whole groups, in the order of the records.

@@ -19,6 +19,8 @@ from megatron_rc.launch.rollouts.batches import batch_of
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import GoodSamples
+from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows, teacher_prompts
+from megatron_rc.launch.rollouts.teacher_scores import TeacherScores
 from megatron_rc.launch.rollouts.turns import Conversation, Reply, converse
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
@@ -34,6 +36,9 @@ _APART = 1 << 32
 _GREEDY_FROM = 1 << 35
 
 
+TeacherInput = TeacherScores | TeacherRows
+
+
 @dataclass(frozen=True)
 class SampledBatch:
     """A replica's share of a rollout batch, with numbers for the metrics."""
@@ -44,6 +49,10 @@ class SampledBatch:
     sums: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     # [responses], reward of the greedy response to each response's prompt; None unless the estimator needs it.
     baselines: Tensor | None = None
+    # Token ids of the teacher's own prompt of each row; None without ``--teacher-prompt``.
+    teacher_prompts: list[list[int]] | None = None
+    # A teacher's log-probs from a server or from files, or the rows with the teacher's own prompts; None: neither.
+    teacher_input: TeacherInput | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,17 @@ class RolloutSampler:
         if baselines is not None:
             sums["greedy"] = (float(baselines.double().sum()), len(baselines))
         batch = self._batch(responses, rewards, self.replica * prompts_of_replica)
-        return SampledBatch(batch, counts, sums, baselines)
+        return SampledBatch(batch, counts, sums, baselines, self._teacher_prompts(groups))
+
+    def _teacher_prompts(self, groups: Sequence[Group]) -> list[list[int]] | None:
+        """Token ids of the teacher's own prompt of each response; None without ``--teacher-prompt``."""
+        settings = self.config.distillation
+        if settings is None or settings.teacher_prompt is None:
+            return None
+        problems = [group.problem for group in groups]
+        with self._task_is_busy:
+            prompts = teacher_prompts(settings.teacher_prompt, problems, self.task.text)
+        return [prompt for group, prompt in zip(groups, prompts, strict=True) for _ in group.responses]
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Sample responses to the replica's first prompts, the same at each call, without rewards."""

@@ -17,6 +17,7 @@ import torch
 from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
+from megatron_rc.launch.run_config.distillation import DistillationSection
 from megatron_rc.launch.run_config.guards import GuardSection
 from megatron_rc.launch.run_config.layer_patterns import layers_of_layout, number_or_pattern
 from megatron_rc.launch.run_config.learning import AdvantageSection, CriticSection, ReferenceSection, RewardSection
@@ -29,6 +30,7 @@ from megatron_rc.launch.run_config.megatron import (
     ParallelSection,
     RoutingSection,
     TransformerSection,
+    YarnSection,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
 from megatron_rc.launch.run_config.options import Option, Section, as_typed, options_of, parts_of
@@ -53,6 +55,7 @@ class RunConfig:
     parallel: ParallelSection
     transformer: TransformerSection
     latent: LatentSection | None  # multi-latent attention; None: plain attention
+    yarn: YarnSection | None  # YaRN's rotary frequencies without latent attention; None: others
     experts: ExpertSection | None  # mixture of experts; None: a dense model
     routing: RoutingSection | None  # replay of the experts' choice; None: the router chooses in every pass
     compute: ComputeSection
@@ -66,6 +69,7 @@ class RunConfig:
     checkpoints: CheckpointSection
     logging: LoggingSection
     reference: ReferenceSection
+    distillation: DistillationSection | None  # teachers of the policy; None: there is none
     task: TaskSection
     rewards: RewardSection
     advantages: AdvantageSection
@@ -79,6 +83,8 @@ class RunConfig:
     flags: tuple[ResolvedFlag, ...] = field(default=(), compare=False, repr=False)
     # Flags that were given and do nothing in this run, as typed, each with the reason.
     unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    # Teachers whose weights this run loads; they follow from the flags and from the teachers' files.
+    teachers: tuple[TeacherModel, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def data_parallel_size(self) -> int:
@@ -147,6 +153,17 @@ class RunConfig:
         return bool(self.loss.kl_coef or self.advantages.kl_in_reward)
 
     @property
+    def has_teacher_scores(self) -> bool:
+        """Whether a teacher's log-probs come from a server or from files, not from a model of this run."""
+        settings = self.distillation
+        return settings is not None and bool(settings.teacher_url or settings.teacher_files)
+
+    @property
+    def has_teacher_input(self) -> bool:
+        """Whether a rollout batch comes with a teacher's log-probs, or with prompts of the teacher's own."""
+        return self.has_teacher_scores or (self.distillation is not None and bool(self.distillation.teacher_prompt))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's computation."""
         return torch.bfloat16 if self.compute.bf16 else torch.float16 if self.compute.fp16 else torch.float32
@@ -189,6 +206,17 @@ class RunConfig:
         if name in self.megatron.given:
             return passed_through()[name].as_flag(self.megatron.given[name])
         return as_typed(name, self.value_of(name.replace("_", "-")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherModel:
+    """A teacher whose weights the run loads."""
+
+    flag: str  # flag that names the folder
+    folder: str  # a Hugging Face directory, or a folder of checkpoints
+    config: RunConfig  # the run's settings with the shape of the teacher
+    # Folder of its tokenizer; None: one token a character. A checkpoint's tokenizer may not be there any more.
+    tokenizer: str | None
 
 
 @functools.cache

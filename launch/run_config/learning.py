@@ -10,7 +10,7 @@ from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config.options import Section, option
 
 # Estimators of tokens, and of responses whose advantages are whitened over tokens; launch/training/batches has them.
-TOKEN_ESTIMATORS = ("optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+TOKEN_ESTIMATORS = ("optimal-token-baseline", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax", "distillation")
 
 
 def known_estimator(word: str) -> str:
@@ -63,7 +63,7 @@ class AdvantageSection(Section):
     """Estimator of advantages, its baseline, and changes to rewards before it."""
 
     advantage_estimator: str = option(
-        "estimator of advantages from rewards, or python:pkg.module:OBJECT; see docs/advantages.md",
+        "estimator of advantages from rewards, or python:pkg.module:OBJECT; see docs/presets.md",
         default="grpo",
         choices=(*GROUP_ESTIMATORS, *TOKEN_ESTIMATORS),
         read=known_estimator,
@@ -108,6 +108,16 @@ class AdvantageSection(Section):
     def needs_squares(self) -> bool:
         """Whether the estimator needs Σπ² of every token's distribution."""
         return self.advantage_estimator == "optimal-token-baseline"
+
+    @property
+    def needs_teachers(self) -> bool:
+        """Whether the advantages are the teachers' log-probs of the sampled tokens minus the policy's."""
+        return self.advantage_estimator == "distillation"
+
+    @property
+    def kl_metric(self) -> str:
+        """Name of the metric with the mean KL of the sampled tokens that the advantages are made with."""
+        return "distillation/sampled_kl" if self.needs_teachers else "reward/kl"
 
     @property
     def whitens(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
-from megatron_rc.launch.run_config.layer_patterns import expert_layers
-from megatron_rc.launch.run_config.options import Section, option
+from megatron_rc.launch.run_config.layer_patterns import expert_layers, layers_without_rope
+from megatron_rc.launch.run_config.options import Section, option, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,12 @@ class TransformerSection(Section):
     add_bias_linear: bool = option("linear layers without a bias", flag="disable_bias_linear", inverted=True)
     add_qkv_bias: bool = option("give the query, key and value projection a bias")
     qk_layernorm: bool = option("normalise queries and keys")
+    rotary_interleaved: bool = option("rotate pairs of neighbouring dimensions instead of the halves of a head")
+    no_rope_freq: str | None = option(
+        "layers whose queries and keys are not rotated: N every N-th, [0]*3+[1] those with a 1; default: none",
+        read=layers_without_rope,
+        metavar="PATTERN",
+    )
     init_method_std: float = option("standard deviation of the initial weights", default=0.02)
     attention_dropout: float = option(
         "attention dropout; must be 0, dropout would make the policy noisy", default=0.0, any_sign=True
@@ -120,6 +126,70 @@ class LatentSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnSection(Section):
+    """YaRN's stretched rotary frequencies (arXiv 2309.00071): attributes that GPTModel reads from its config.
+
+    Absent without ``--position-embedding-type yarn``.
+    """
+
+    yarn_rotary_scaling_factor: float = option("YaRN's factor on the length, without latent attention", default=1.0)
+    yarn_original_max_position_embeddings: int = option(
+        "length in tokens before YaRN's stretching, without latent attention", default=4096
+    )
+    yarn_beta_fast: float = option(
+        "frequencies with more turns over the original length are not stretched; without latent attention",
+        default=32.0,
+    )
+    yarn_beta_slow: float = option(
+        "frequencies with fewer turns over the original length are fully stretched; without latent attention",
+        default=1.0,
+    )
+    yarn_mscale: float | None = option(
+        "numerator of YaRN's attention factor, with --yarn-mscale-all-dim; default: of the scaling factor alone"
+    )
+    yarn_mscale_all_dim: float | None = option(
+        "denominator of YaRN's attention factor, with --yarn-mscale; default: of the scaling factor alone"
+    )
+    yarn_attention_factor: float | None = option(
+        "factor on rotated queries and keys; default: of --yarn-rotary-scaling-factor"
+    )
+    yarn_correction_range_round_to_int: bool = option(
+        "round the range of frequencies that YaRN stretches in part to whole dimensions", default=True
+    )
+
+    def __post_init__(self) -> None:
+        """Check that the attention factor has one source."""
+        super().__post_init__()
+        if (self.yarn_mscale is None) != (self.yarn_mscale_all_dim is None):
+            field = "yarn_mscale" if self.yarn_mscale_all_dim is None else "yarn_mscale_all_dim"
+            missing_flag = "--yarn-mscale-all-dim" if field == "yarn_mscale" else "--yarn-mscale"
+            self.refuse(field, because=f"needs {missing_flag}: give both, or neither")
+        if self.yarn_attention_factor is None:
+            return
+        if self.yarn_mscale is not None:
+            self.refuse("yarn_attention_factor", "yarn_mscale", because="are two sources of one factor: drop one")
+        if self.yarn_rotary_scaling_factor <= 1:
+            self.refuse(
+                "yarn_attention_factor",
+                "yarn_rotary_scaling_factor",
+                because="cannot be computed: Megatron-Core's factor is 1 without a scaling factor above 1",
+            )
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes for Megatron's config; an own attention factor is written as Megatron's mscale.
+
+        Megatron's attention factor is 1 + 0.1 · mscale · ln(scaling factor), divided by the same of mscale_all_dim.
+        """
+        values = values_of(self)
+        attention_factor = values.pop("yarn_attention_factor")
+        if attention_factor is not None:
+            logarithm = math.log(self.yarn_rotary_scaling_factor)
+            values |= {"yarn_mscale": (attention_factor - 1) / (0.1 * logarithm), "yarn_mscale_all_dim": 0.0}
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertSection(Section):
     """Mixture of experts instead of MLPs: fields of ``TransformerConfig``; absent in a dense model."""
 
@@ -138,6 +208,7 @@ class ExpertSection(Section):
     moe_shared_expert_intermediate_size: int | None = option(
         "total width of the experts that every token passes; default: none"
     )
+    moe_shared_expert_gate: bool = option("multiply the shared experts' output by a sigmoid of the token")
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
         "function that makes an expert's score of its logit", default="softmax"
     )

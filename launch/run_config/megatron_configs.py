@@ -56,7 +56,14 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         kind = MLATransformerConfig
     for flag_alone in ("group_query_attention", "num_layers_per_virtual_pipeline_stage"):
         del sections[flag_alone]
-    return kind(**(sections | launcher_fields | given_fields | fixed))
+    if config.transformer.no_rope_freq is not None:
+        sections["no_rope_freq"] = number_or_pattern(config.transformer.no_rope_freq)
+    transformer = kind(**(sections | launcher_fields | given_fields | fixed))
+    if config.yarn is not None:
+        # GPTModel reads these attributes, which the dataclass does not declare.
+        for name, value in config.yarn.attributes.items():
+            setattr(transformer, name, value)
+    return transformer
 
 
 def _of_pattern(config: RunConfig) -> dict[str, Any]:

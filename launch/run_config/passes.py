@@ -55,6 +55,8 @@ def _why_advantages_wait(config: RunConfig) -> str | None:
         return "--advantage-scope accepted needs the rejected responses before the update"
     if advantages.needs_squares:
         return f"--advantage-estimator {advantages.advantage_estimator} needs π_old before the update"
+    if advantages.needs_teachers:
+        return "--advantage-estimator distillation needs log π_old before the update"
     if advantages.advantage_baseline == "weighted":
         return "--advantage-baseline weighted needs log π_old before the update"
     if critic is not None and critic.correct_values != "none":

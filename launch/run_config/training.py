@@ -43,15 +43,29 @@ class ModelSection(Section):
     max_position_embeddings: int = option(
         "tokens of the longest sequence that the model accepts; default: --seq-length"
     )
-    position_embedding_type: Literal["learned_absolute", "rope"] = option(
-        "kind of position embedding", default="learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn"] = option(
+        "kind of position embedding; yarn: rotary, with frequencies that YaRN stretches", default="learned_absolute"
     )
     rotary_base: int = option("base of the rotary frequencies", default=10000)
     rotary_percent: float = option("share of a head's width that is rotated, at most 1", default=1.0, most=1)
     rope_scaling: bool = option("lower the low rotary frequencies as Llama 3.1 does", flag="use_rope_scaling")
     rope_scaling_factor: float = option("divisor of the low rotary frequencies", default=8.0)
+    rotary_seq_len_interpolation_factor: float | None = option(
+        "divisor of all rotary positions (linear scaling); default: none"
+    )
+    rope_dynamic_factor: float | None = option(
+        "factor of the published model's dynamic NTK scaling beyond --max-position-embeddings; default: none"
+    )
     sliding_window: int | None = option(
         "attention window of the published model in tokens; --seq-length must not exceed it; default: no window"
+    )
+    attention_output_bias: bool = option("give the output projection of the attention a bias")
+    layer_norms: Literal["before", "after", "around"] = option(
+        "place of the norms in a layer: before attention and MLP, after both, or before and after",
+        default="before",
+    )
+    qk_norm_over: Literal["head", "all_heads"] = option(
+        "numbers that --qk-layernorm normalises together: of each head, or of all heads", default="head"
     )
     openai_gelu: bool = option("compute GELU by its tanh approximation, as the published GPT-2 does")
     untie_embeddings_and_output_weights: bool = option(
@@ -82,6 +96,11 @@ class ModelSection(Section):
         super().__post_init__()
         if self.padded_vocab_size < self.vocab_size:
             self.refuse("padded_vocab_size", because=f"is less than the {self.vocab_size} tokens")
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are rotated by their positions."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def is_hybrid(self) -> bool:

@@ -43,6 +43,7 @@ def attribute_batch(
     *,
     replay: RoutingReplay | None = None,
     nodes: int = 1,
+    intended_weights: EngineWeights | None = None,
     check: bool = False,
 ) -> Attribution:
     """Attribute the differences log π_train - log π_rollout of a rollout batch; call it between two optimizer steps.
@@ -58,6 +59,7 @@ def attribute_batch(
         engine_weights: the engine's shards; see :func:`megatron_rc.attribution.attribute`.
         replay: experts that the routers take.
         nodes: forward and backward passes.
+        intended_weights: the shards that the engine should have, for the excess; None: there is no excess.
         check: make one more forward-only pass with the engine's weights, for the completeness.
 
     Returns:
@@ -93,6 +95,7 @@ def attribute_batch(
             backward,
             differences_to(local.rollout_log_probs),
             nodes=nodes,
+            intended_weights=intended_weights,
             differences_of_weights=differences_of_weights if check else None,
             group=dist.group.WORLD,
             counts_tokens=group_rank(groups.tp) == 0,

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
+from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checks.step_checks import BadStepError
@@ -37,16 +38,18 @@ class BadSteps:
         self._why = "as before the checkpoint" if trainer.left_out.in_a_row else ""
         loss = config.loss
         # With these terms the gradient is not 0 although every advantage is.
-        has_other_terms = loss.entropy_coef or loss.kl_coef or config.has_auxiliary_losses
+        has_other_terms = loss.entropy_coef or loss.kl_coef or loss.distils or config.has_auxiliary_losses
         self._skips_without_signal = config.guards.skip_steps_without_signal and not has_other_terms
 
-    def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch | None:
+    def prepare(
+        self, batch: RolloutBatch, baselines: Tensor | None = None, teacher_input: TeacherInput | None = None
+    ) -> PreparedBatch | None:
         """Prepare a batch for its steps; None if ``--bad-steps skip`` leaves them out.
 
         Raises BadStepError on every rank, with ``--bad-steps stop``.
         """
         try:
-            return self.trainer.prepare(batch, baselines)
+            return self.trainer.prepare(batch, baselines, teacher_input)
         except BadStepError as error:
             self._write(batch, self.trainer.iteration, error)
             self._judge(error)

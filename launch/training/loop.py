@@ -210,7 +210,7 @@ class _Run:
         batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
         if collector.is_window_over:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
-        prepared = self.steps.prepare(batch, collector.baselines)
+        prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
         lap("plan")
         self._say_of_replay()
         summary = summarize_rollouts(batch, self.groups, trainer.version)
@@ -220,7 +220,10 @@ class _Run:
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
         nonzero: list[float] = []
         if prepared:
-            nonzero, metrics = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
+            kl_metric = self.config.advantages.kl_metric
+            nonzero, metrics = summarize(
+                prepared.scores, prepared.estimated, mini_batches, self.groups, kl_metric=kl_metric
+            )
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             attribution = trainer.attribution(prepared)
             if attribution is not None:

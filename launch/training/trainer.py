@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.attribution import Attribution
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.chain import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
+from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -38,6 +39,7 @@ from megatron_rc.launch.training.models.offload import Offload, tensors_of_optim
 from megatron_rc.launch.training.models.passes import ModelPasses, Scoring
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.trained_model import TrainedModel
+from megatron_rc.launch.training.teachers import Teachers
 from megatron_rc.loss.objectives import objective_of
 from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
@@ -61,7 +63,7 @@ class PreparedBatch:
 
 
 class Trainer(TrainedModel):
-    """The policy on this rank, with its optimizer, reference, critic and correction.
+    """The policy on this rank, with its optimizer, reference, teachers, critic and correction.
 
     Attributes:
         iteration: number of optimizer steps; it and ``left_out`` count those before a loaded checkpoint too.
@@ -94,6 +96,7 @@ class Trainer(TrainedModel):
         self.optimizer.get_grad_norm = self._checked_gradient_norm
         reader = reference_reader(config, groups)
         self.reference = Reference(config, self.chunks, reader) if config.needs_reference else None
+        self.teachers = Teachers(config, config.distillation, groups) if config.distillation else None
         self.advantages = Advantages(config, groups)
         self.rewards = RewardScaler(config.advantages, groups.dp)
         self.sampling_weights = SamplingWeights(config, self.chunks)
@@ -180,13 +183,22 @@ class Trainer(TrainedModel):
         scored = self.passes.score(self.model, batch, temperature, replay=self.replay)
         return None if scored is None else scored.log_probs
 
-    def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
+    def prepare(
+        self, batch: RolloutBatch, baselines: Tensor | None = None, teacher_input: TeacherInput | None = None
+    ) -> PreparedBatch:
         """Prepare a whole rollout batch: advantages, micro-batches and the plan of the correction.
 
         A forward-only pass gives log π_old, unless the update's own pass does (``corrects_in_loss``). A KL
-        penalty, in the loss or in the rewards, needs another pass for log π_ref. ``baselines``, [rows], are the rewards
-        of each prompt's greedy response, for ``--advantage-estimator remax``. Raises BadStepError on every rank if any
-        has an unusable log-prob at a trained position, and RunError if the replayed experts are not the rollouts'.
+        penalty, in the loss or in the rewards, needs another pass for log π_ref.
+
+        Args:
+            batch: the replica's records.
+            baselines: [rows], rewards of each prompt's greedy response, for ``--advantage-estimator remax``.
+            teacher_input: as in SampledBatch.
+
+        Raises:
+            BadStepError: on every rank, if any has an unusable log-prob at a trained position.
+            RunError: the replayed experts are not the rollouts'.
         """
         phases.enter(f"the scoring of step {self.iteration + 1}")
         if self.config.rewards.overlong == "mask":
@@ -203,6 +215,8 @@ class Trainer(TrainedModel):
         self.batch_check.begin(self.iteration, old, cut.local)
         self.routing_metrics = self._check_replay(cut, old)
         ref = self._score_reference(cut)
+        if self.teachers is not None:
+            cut = self.teachers.scored(batch, cut, teacher_input)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
         baselines = None if baselines is None else self.rewards.scaled(baselines)
@@ -347,6 +361,10 @@ class Trainer(TrainedModel):
         # 4. The correction in the loss accepts no token.
         if metrics is None:
             return self._step_metrics() | self.skip()
+        if self.config.loss.distils:
+            # Named by its kind: those of two runs can be compared only if they are of one.
+            kind = self.config.loss.distillation_kind
+            metrics[f"distillation/{kind}"] = metrics.pop("policy/divergence")
         if is_first and not self.correction.corrects_in_loss:
             # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
@@ -404,7 +422,10 @@ class Trainer(TrainedModel):
             total_tokens=prepared.batch.total_tokens[mini_batch],
         )
         function = partial(self._loss, scale)
-        self.passes.run(self.model, prepared.batch, cuts, function, scoring=Scoring(), replay=self.replay)
+        teacher = self.teachers.of_micro_batch if self.teachers and self.config.loss.distils else None
+        self.passes.run(
+            self.model, prepared.batch, cuts, function, scoring=Scoring(), replay=self.replay, teacher=teacher
+        )
         routing = {} if self.replay is None else self.replay.metrics()
         if self.replay_check is not None:
             self.replay_check.hear_unknown(routing["routing/unknown"])
@@ -420,6 +441,8 @@ class Trainer(TrainedModel):
             del metrics["policy/dual_clip_fraction"]
         if self.reference is None:
             del metrics["policy/reference_kl"]
+        if not loss.distils:
+            del metrics["policy/divergence"]
         return metrics
 
     def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
@@ -436,15 +459,17 @@ class Trainer(TrainedModel):
         return correction if isinstance(correction, CorrectionResult) else None
 
     def _loss(
-        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: tuple[Tensor, Tensor]
+        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch on the last stage; local arithmetic, because ``scale`` has all global factors."""
-        log_probs, entropy = output
+        log_probs, entropy, *divergence = output
         if self.keeps_log_probs:
             self.kept_log_probs.append(log_probs.detach())
         if self.batch_check.is_open and self._steps == self._scored_at:
             self.batch_check.add(log_probs, local)
-        return masked_loss(self.correction, local, log_probs, entropy, scale)
+        return masked_loss(
+            self.correction, local, log_probs, entropy, scale, divergence=divergence[0] if divergence else None
+        )
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())

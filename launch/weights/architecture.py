@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.weights.entries import Flags, UnknownFeatureError
-from megatron_rc.launch.weights.families import FAMILIES
+from megatron_rc.launch.weights.families import ALIASES, FAMILIES
 from megatron_rc.launch.weights.rotary import contradiction
 
 _log = logging.getLogger("megatron_rc")
@@ -33,10 +33,13 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
             f"{name} {folder}: {path.name} cannot be read ({error}); give the directory of a Hugging Face model"
         ) from error
     kind = config.get("model_type") if isinstance(config, dict) else None
+    if isinstance(kind, str):
+        kind = ALIASES.get(kind, kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
+        known = ", ".join(sorted({*FAMILIES, *ALIASES}))
         raise ConfigurationError(
-            f"{name} {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}, with or "
-            "without a bridge: use a model of these, or add a family (docs/models.md)"
+            f"{name} {folder}: model_type {kind!r} is not known; known are {known}, with or without a bridge: use a "
+            "model of these, or add a family (docs/models.md)"
         )
     try:
         flags = FAMILIES[kind].read(config)

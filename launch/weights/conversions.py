@@ -73,6 +73,10 @@ QUERY_KEY_VALUE = Conversion(_join_query_key_value, _cut_query_key_value)
 STACKED_QUERY_KEY_VALUE = Conversion(
     lambda shards, config: [torch.cat(list(_join_query_key_value(shards, config)), dim=0)], _cut_stacked
 )
+STACKED_GATE_AND_UP = Conversion(
+    lambda shards, config: [torch.cat(list(GATE_AND_UP.join(shards, config)), dim=0)],
+    lambda tensors, config, rank, size: GATE_AND_UP.cut(tensors[0].chunk(2, dim=0), config, rank, size),
+)
 
 
 def transposed(conversion: Conversion) -> Conversion:

@@ -35,7 +35,9 @@ def only(name: str, value: Any) -> Row:
 
     def read(file: File) -> Flags:
         found = file.get(name)
-        if found is not None and found != value:
+        # transformers takes null for false.
+        is_null_for_false = name in file and found is None and value is True
+        if is_null_for_false or (found is not None and found != value):
             raise UnknownFeatureError(f"{name} is {found!r}, not {value!r}")
         return {}
 

@@ -98,7 +98,8 @@ class Family:
         import transformers
 
         check_transformers()
-        values: dict[str, Any] = {}
+        # The classes' own padding tokens may lie outside of the vocabulary; the caller sets the tokens of the run.
+        values: dict[str, Any] = {"pad_token_id": None}
         for row in self.fields:
             values |= row.write(config)
         return getattr(transformers, self.config_class)(**values)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_rc.batch.chain import correct_rollouts
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.chain import CorrectionResult, correct_rollouts
 from megatron_rc.parallel.groups import ParallelGroups, group_device
 from megatron_rc.settings.config import RolloutCorrectionConfig
 

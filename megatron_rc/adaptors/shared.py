@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.chain import correct_rollouts
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.chain import CorrectionResult, correct_rollouts
 from megatron_rc.numerics import k3
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config

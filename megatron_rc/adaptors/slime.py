@@ -136,7 +136,7 @@ class Chunks:
 class SlimeCorrection:
     """The correction as the function that slime's ``--custom-tis-function-path`` names: an object that can be called.
 
-    ``--custom-tis-function-path`` takes the module and the name of such an object, for example :data:`correct`. If
+    ``--custom-tis-function-path`` takes the module and the name of such an object, for example ``correct``. If
     slime runs with ``--get-mismatch-metrics`` but without ``--use-tis``, the object only measures: the loss and the
     masks stay as they are.
 

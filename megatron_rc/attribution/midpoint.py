@@ -40,13 +40,14 @@ def attribute(
     *,
     signed: bool = False,
     nodes: int = 1,
+    intended_weights: EngineWeights | None = None,
     differences_of_weights: Callable[[], Tensor | None] | None = None,
     group: Group | None = None,
     counts_tokens: bool = True,
 ) -> Attribution:
     """Share the mismatch of engine and trainer out among the parameters.
 
-        Σ_t a_t Δ_t  =  Σ_p ⟨∂/∂W_p Σ_t a_t log π_M(t),  W_p - W̃_p⟩  +  O(δ³) Σ_t |a_t|,     M = (W + W̃) / 2
+        Σ_t a_t Δ_t  =  Σ_p ⟨∂/∂W_p Σ_t a_t log π_M(t),  W_p - W̃_p⟩  +  O(δ³) Σ_t abs(a_t),     M = (W + W̃) / 2
 
     with the trainer's weights W, the engine's W̃ and Δ_t = log π_W(t) - log π_W̃(t); a_t = D_t, or 1 if ``signed``.
     With several nodes the mean of the gradients at Gauss's and Legendre's nodes takes the place of the gradient at M.
@@ -57,8 +58,8 @@ def attribute(
     Megatron's gradient buffers are 0 at the end: call this between two optimizer steps.
 
     Cost: ``nodes`` forward and backward passes. Host memory: a copy of this rank's weights. Device memory, beside the
-    passes: one parameter's shard three times. The engine's weights are asked for ``2 * nodes`` times a shard, and once
-    more with ``differences_of_weights``.
+    passes: one parameter's shard three times, four times with ``intended_weights``. The engine's weights are asked for
+    ``2 * nodes`` times a shard, and once more with ``differences_of_weights``; the intended ones ``nodes`` times.
 
     Args:
         shards: this rank's parameters: :func:`shards_of` or :func:`megatron_shards`.
@@ -72,6 +73,10 @@ def attribute(
         signed: attribute Σ D_t instead of Σ D_t²: who makes the engine too sure of what it sampled. The coefficients
             are then 1 where D_t is not 0.
         nodes: passes. More help if the completeness is far from 1: 2 or 3, or 8 for a gross error.
+        intended_weights: the weights W* that the engine should have, such as the trainer's after the engine's
+            rounding; as ``engine_weights``, which must come from the engine itself. The excess of a parameter,
+            ⟨∂/∂W_p, W*_p - W̃_p⟩, is then the share of its part that the intended weights would not have: exactly 0
+            unless the engine has other weights than it should.
         differences_of_weights: called once with the engine's weights in place; returns Δ_t, like ``differences``, for
             ``completeness``.
         group: ranks with different parts of the model or of the gradients; None: this process has all.
@@ -82,11 +87,11 @@ def attribute(
         The attribution, equal on all ranks of ``group``.
 
     Collectives: those of ``backward`` and of the functions given; over ``group`` a gather of the names and one SUM of
-    a double for each parameter of the model, and two.
+    a double for each parameter of the model, two with ``intended_weights``, and two more.
 
     Raises:
-        ValueError: ``nodes`` is below 1; the engine's weights lack a name or have another shape; a parameter
-            without gradient differs.
+        ValueError: ``nodes`` is below 1; the engine's or the intended weights lack a name or have another shape; a
+            parameter without gradient differs.
     """
     if nodes < 1:
         raise ValueError(f"nodes is {nodes}: give 1 or more")
@@ -94,29 +99,34 @@ def attribute(
     if signed and differences is not None:
         coefficients = (differences != 0).to(differences.dtype)
 
-    path = _Path(shards, engine_weights)
+    path = _Path(shards, engine_weights, intended_weights)
     parts = {shard.name: _zero(shard.weight.device) for shard in shards}
+    excess = {shard.name: _zero(shard.weight.device) for shard in shards}
     of_weights = None
     with path.walked():
         for position, weight in gauss_legendre(nodes):
             path.move_to(position)
             backward(coefficients)
-            for name, product in path.products():
-                parts[name] += weight * product
+            for name, part, excess_part in path.products():
+                parts[name] += weight * part
+                excess[name] += weight * excess_part
         if differences_of_weights is not None:
             path.move_to(0.0)
             of_weights = _product(coefficients, differences_of_weights(), counts_tokens)
 
     measured = _product(coefficients, differences, counts_tokens)
-    return _over_ranks(parts, measured, of_weights, group)
+    return _over_ranks(parts, None if intended_weights is None else excess, measured, of_weights, group)
 
 
 class _Path:
     """The straight line from the engine's weights to the trainer's, on which a model's weights are moved."""
 
-    def __init__(self, shards: Sequence[Shard], engine_weights: EngineWeights) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], engine_weights: EngineWeights, intended_weights: EngineWeights | None
+    ) -> None:
         self.shards = shards
         self.engine_weights = engine_weights
+        self.intended_weights = intended_weights
         self.originals: list[Tensor] = []
 
     @contextmanager
@@ -141,8 +151,11 @@ class _Path:
             shard.weight.data.copy_(torch.lerp(engine, trainer, position))
 
     @torch.no_grad()
-    def products(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, ⟨gradient, W - W̃⟩) of each shard, and remove the gradient."""
+    def products(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (name, ⟨gradient, W - W̃⟩, ⟨gradient, W* - W̃⟩) of each shard, and remove the gradient.
+
+        The last is 0 if there are no intended weights W*.
+        """
         for shard, trainer, engine in self._ends():
             difference = trainer - engine
             if not shard.weight.requires_grad and difference.any():
@@ -150,31 +163,38 @@ class _Path:
                     f"{shard.name} differs between engine and trainer but has requires_grad=False, so that its part "
                     "is unknown: call requires_grad_(True) for the attribution"
                 )
-            yield shard.name, shard.product(difference)
+            part = shard.product(difference)
+            excess = _zero(shard.weight.device)
+            if self.intended_weights is not None:
+                intended = _weight_of(self.intended_weights, "intended_weights", shard.name, trainer)
+                excess = shard.product(intended.to(engine) - engine)
+            yield shard.name, part, excess
             shard.clear_gradient()
 
     def _ends(self) -> Iterator[tuple[Shard, Tensor, Tensor]]:
         """Yield each shard with the trainer's and the engine's weight, on its device, float32 at least."""
         for shard, original in zip(self.shards, self.originals, strict=True):
             trainer = original.to(shard.weight.device)
-            engine = self._engine_weight(shard.name, trainer)
+            engine = _weight_of(self.engine_weights, "engine_weights", shard.name, trainer)
             dtype = torch.promote_types(trainer.dtype, torch.float32)
             yield shard, trainer.to(dtype), engine.to(shard.weight.device, dtype)
-
-    def _engine_weight(self, name: str, trainer: Tensor) -> Tensor:
-        if callable(self.engine_weights):
-            engine = self.engine_weights(name, trainer)
-        elif name in self.engine_weights:
-            engine = self.engine_weights[name]
-        else:
-            raise ValueError(f"engine_weights has no {name}: give the engine's weights of all shards")
-        if engine.shape != trainer.shape:
-            raise ValueError(f"engine_weights: {name} is {tuple(engine.shape)}, the trainer's {tuple(trainer.shape)}")
-        return engine.detach()
 
     def _clear_gradients(self) -> None:
         for shard in self.shards:
             shard.clear_gradient()
+
+
+def _weight_of(weights: EngineWeights, argument: str, name: str, trainer: Tensor) -> Tensor:
+    """Return the weight of a shard from an argument of :func:`attribute`."""
+    if callable(weights):
+        weight = weights(name, trainer)
+    elif name in weights:
+        weight = weights[name]
+    else:
+        raise ValueError(f"{argument} has no {name}: give the engine's weights of all shards")
+    if weight.shape != trainer.shape:
+        raise ValueError(f"{argument}: {name} is {tuple(weight.shape)}, the trainer's {tuple(trainer.shape)}")
+    return weight.detach()
 
 
 def _zero(device: torch.device) -> Tensor:
@@ -189,21 +209,28 @@ def _product(coefficients: Tensor | None, differences: Tensor | None, counts_tok
 
 
 def _over_ranks(
-    parts: Mapping[str, Tensor], measured: Tensor, of_weights: Tensor | None, group: Group | None
+    parts: Mapping[str, Tensor],
+    excess: Mapping[str, Tensor] | None,
+    measured: Tensor,
+    of_weights: Tensor | None,
+    group: Group | None,
 ) -> Attribution:
     """Add up the parts of all ranks."""
     names_of_ranks = [text.split("\n") for text in every_text("\n".join(parts), group) if text]
     names = sorted({name for names in names_of_ranks for name in names}, key=model_order)
 
     device = group_device(group)
-    sums = [measured, _zero(device) if of_weights is None else of_weights]
     absent = _zero(device)
-    local = [parts.get(name, absent) for name in names]
-    summed = all_reduce_sum(torch.stack([value.to(device) for value in [*sums, *local]]), group)
+    sums = [measured, absent if of_weights is None else of_weights]
+    sums += [parts.get(name, absent) for name in names]
+    if excess is not None:
+        sums += [excess.get(name, absent) for name in names]
+    summed = all_reduce_sum(torch.stack([value.to(device) for value in sums]), group)
 
     measured_sum, sum_of_weights, *values = summed.tolist()
     return Attribution(
-        parts=dict(zip(names, values, strict=True)),
+        parts=dict(zip(names, values[: len(names)], strict=True)),
         measured=measured_sum,
         of_weights=None if of_weights is None else sum_of_weights,
+        excess=None if excess is None else dict(zip(names, values[len(names) :], strict=True)),
     )

@@ -25,11 +25,15 @@ class Attribution:
         measured: Σ a_t D_t.
         of_weights: Σ a_t Δ_t, where Δ_t is what the trainer's kernels make of both sets of weights: the sum that the
             parts approximate. None unless it was measured.
+        excess: of each parameter, the share of its part that weights have which the engine should not have, such as
+            those of another step; exactly 0 where the engine's weights are as intended. None if nobody said which
+            weights were intended.
     """
 
     parts: Mapping[str, float]
     measured: float
     of_weights: float | None = None
+    excess: Mapping[str, float] | None = None
 
     @property
     def total(self) -> float:
@@ -82,6 +86,16 @@ class Attribution:
         """Return the parameters with the largest parts as (name, share of ``measured``), the largest first."""
         ordered = sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
         return [(name, self.share(part)) for name, part in ordered[:count]]
+
+    def largest_excess(self, count: int = 10) -> list[tuple[str, float]]:
+        """Return the parameters with the largest excess of either sign as (name, share of ``measured``).
+
+        Parameters whose weights are as intended are left out. The sign says no more than whether the unintended weights
+        add to the rest of the mismatch or happen to cancel it.
+        """
+        differing = [(name, excess) for name, excess in (self.excess or {}).items() if excess]
+        differing.sort(key=lambda item: abs(item[1]), reverse=True)
+        return [(name, self.share(excess)) for name, excess in differing[:count]]
 
     def metrics(self) -> dict[str, float]:
         """Return shares of ``measured``: explained, rest, ``layer_<i>`` and kinds; completeness if it is known."""

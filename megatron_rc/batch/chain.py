@@ -13,50 +13,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.compiled import BlockResult, compiled_block
 from megatron_rc.correction.history import history_values
-from megatron_rc.correction.inputs import (
-    AgreedCounts,
-    AnyInputs,
-    PlanInputs,
-    Shards,
-    Tensors,
-    check_needs,
-    collect_shards,
-)
-from megatron_rc.correction.reductions import BlockReductions, CompiledReductions
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, Shards, Tensors, check_needs, collect_shards
 from megatron_rc.correction.sequences import (
+    BlockReductions,
     SequenceDecisions,
     SequenceSums,
     accepted_masks,
     decide_sequences,
+    join_blocks,
     prompt_columns,
+    sum_block,
 )
 from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.correction.weights import normalization
-from megatron_rc.measures.data import first_bad_key, key_ids
-from megatron_rc.measures.header import BatchHeader, TokenMeasures
-from megatron_rc.measures.histogram import NUM_BINS, add_to_bins
-from megatron_rc.measures.measure import LocalSums, measure_batch
+from megatron_rc.measures.data import check_data, first_bad_keys, key_ids
+from megatron_rc.measures.distributions import derive_distributions
+from megatron_rc.measures.header import BatchHeader, LocalSums, measure_batch
+from megatron_rc.measures.histogram import NUM_BINS, Distribution, add_to_bins
 from megatron_rc.measures.shift import distances
-from megatron_rc.measures.tokens import BlockSums, join_blocks, sum_block
-from megatron_rc.parallel.collectives import Pair, pack, reduce_columns, reduce_pair, unpack
+from megatron_rc.measures.table import derive_metrics, sequence_eff_sample_size
+from megatron_rc.measures.tokens import measure_tokens, measured_tokens
+from megatron_rc.parallel.collectives import Pair, on_host, pack, reduce_columns, reduce_pair, unpack
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import Block, Layouts, SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, wrong_config
-
-# By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
-# these limits out of the way it makes one.
-_ONE_LOOP: dict[str, Any] = dict.fromkeys(
-    ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size", "cpp.max_horizontal_fusion_size"), 10**4
-)
 
 
 @torch.no_grad()
@@ -137,8 +125,89 @@ def correct_rollouts(
         mini_batch_ids=mini_batch_ids,
         turn_ids=turn_ids,
     )
-    batch = local_batch(inputs, config, counts, groups, compile=compile)
+    shards = collect_shards(inputs, counts, groups)
+    local = sequence_sums(shards, config, cp=groups.cp, compile=compile)
+    sequences = reduce_sequences(local.pair, groups, [part.layout for part in shards.parts])
+    prompts = None
+    if config.needs_prompts:
+        prompts = reduce_groups(group_sums(local, sequences), groups)
+    batch = batch_sums(local, sequences, prompts)
     return finish(batch, reduce_batch(batch.pair, groups), allow_zero_log_probs=allow_zero_log_probs)
+
+
+@dataclass(frozen=True, eq=False)
+class CorrectionResult:
+    """Weights and mask of the local tokens, and the numbers of the whole batch.
+
+    Weights, mask and lengths are None on pipeline stages without log-probs.
+
+    Attributes:
+        config: the correction.
+        header: the numbers of the whole batch, on the device; equal on every rank.
+        weights: like ``response_mask`` (a list if that was one): the importance weights of the loss, detached, 0
+            outside of the mask. None if the config applies none (also bypass ``ppo_clip``, whose ratio holds them).
+        measured_weights: like ``weights``, also if the config measures weights and applies them to nothing.
+        mask: like ``response_mask``, bool: the accepted tokens m'.
+        sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator.
+        allow_zero_log_probs: ``check()`` takes sequences whose rollout log-probs sum to exactly 0.
+    """
+
+    config: RolloutCorrectionConfig
+    header: BatchHeader[Tensor]
+    weights: Tensor | list[Tensor] | None = None
+    measured_weights: Tensor | list[Tensor] | None = None
+    mask: Tensor | list[Tensor] | None = None
+    sequence_lengths: Tensor | None = None
+    allow_zero_log_probs: bool = False
+
+    @property
+    def denominators(self) -> Tensor:
+        """[num_mini_batches, 4] float64: tokens and sequences under the response mask, then under m'."""
+        counts: Tensor = self.header.denominators.counts
+        return counts
+
+    @property
+    def accepted_tokens(self) -> Tensor:
+        """[num_mini_batches] float64: tokens under m'."""
+        return self.denominators[:, 2]
+
+    @property
+    def skip(self) -> Tensor:
+        """[num_mini_batches] bool: no token is accepted, the optimizer step must not be made."""
+        return self.accepted_tokens == 0
+
+    def check(self) -> None:
+        """Raise the same error on every rank if any rank held data that cannot be right.
+
+        Host synchronisations: one, shared with ``metrics()``.
+
+        Raises:
+            ValueError: an unusable log-prob at a trained position (unless ``bad_log_probs`` rejects it): names the
+                policy, the lowest sample and position, and how many there are. Ids, versions, rewards or advantages out
+                of range. Rollout log-probs that are 0 in a whole sequence, or shifted by one position. A configuration
+                that differs between ranks.
+        """
+        header = self.on_host
+        check_data(header.data, header.tokens, self.config, allow_zero_log_probs=self.allow_zero_log_probs)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the whole batch, equal on every rank; see ``docs/metrics.md``. Raises no data error."""
+        return derive_metrics(self.on_host, self.config)
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Histograms of log ρ and of the weights over the whole batch, equal on every rank. Raises no data error."""
+        return derive_distributions(self.on_host, self.config)
+
+    @property
+    def sequence_eff_sample_size(self) -> float:
+        """Share of the sequences that unbounded sequence weights leave, equal on every rank. Raises no data error."""
+        return sequence_eff_sample_size(self.on_host)
+
+    @functools.cached_property
+    def on_host(self) -> BatchHeader[float]:
+        """The header on the host: the one synchronisation, made once."""
+        header: BatchHeader[float] = on_host(self.header)
+        return header
 
 
 @dataclass(frozen=True)
@@ -222,13 +291,14 @@ def sequence_sums(
     ids = key_ids(shards)
     compiled_shape = None
     bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=shards.device)
-    block_numbers = []
-    bad_keys = []  # for each block the key of its first unusable token
+    sums_of_blocks = []
+    distances_of_blocks = []
+    bad_keys = []  # for each block the two keys of its first unusable token
     for index, block, tokens in token_blocks(shards, config, history, compile=compile):
         if compile and block.lengths is None and compiled_shape in (None, tokens.mask.shape):
             # A program is made for one shape: for all blocks of the first shape.
             compiled_shape = tokens.mask.shape
-            result = _compiled_block(config, tokens.mask.device.type)(tokens)
+            result = compiled_block(_decide_block, config, tokens.mask.device.type)(tokens)
         else:
             result = _decide_block(tokens, BlockReductions(block.lengths), config)
         valid.put(index, block, result.valid)
@@ -237,23 +307,22 @@ def sequence_sums(
         if result.weights is not None:
             weights.put(index, block, result.weights)
         add_to_bins(bins, result.log_ratio)
-        bad_keys.append(first_bad_key(tokens, result.bad, shards.parts[index], block, ids))
-        block_numbers.append(result.numbers)
+        bad_keys.append(first_bad_keys(tokens, result.bad, shards.parts[index], block, shards, ids))
+        sums_of_blocks.append(result.sums)
+        distances_of_blocks.append(result.distances)
 
-    sums, totals, moments = join_blocks([numbers.sums for numbers in block_numbers], config)
-    distances_of_blocks = [numbers.distances for numbers in block_numbers]
-    one_block = len(block_numbers) == 1
-    measures = TokenMeasures(
-        moments=moments,
-        totals=totals,
+    sums = join_blocks(sums_of_blocks)
+    one_block = len(sums_of_blocks) == 1
+    measures = measure_tokens(
+        sums,
         bins=bins,
         distances=distances_of_blocks[0] if one_block else torch.stack(distances_of_blocks).sum(0),
-        first_bad_key=bad_keys[0] if one_block else torch.stack(bad_keys).amin(),
+        first_bad_keys=bad_keys[0] if one_block else torch.stack(bad_keys).amin(0),
     )
     return LocalSums(
         shards=shards,
         config=config,
-        sums=sums,
+        sums=sums.of_sequences(),
         tokens=measures,
         valid=valid.tensors,
         passed=passed.tensors if has_token_criteria else valid.tensors,
@@ -351,19 +420,6 @@ def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) 
     )
 
 
-def local_batch(
-    inputs: AnyInputs, config: RolloutCorrectionConfig, counts: AgreedCounts, groups: ParallelGroups, *, compile: bool
-) -> BatchSums:
-    """Run the chain up to this rank's part of the batch. Collectives: those over ``cp``, and over prompts."""
-    shards = collect_shards(inputs, counts, groups)
-    local = sequence_sums(shards, config, cp=groups.cp, compile=compile)
-    sequences = reduce_sequences(local.pair, groups, [part.layout for part in shards.parts])
-    prompts = None
-    if config.needs_prompts:
-        prompts = reduce_groups(group_sums(local, sequences), groups)
-    return batch_sums(local, sequences, prompts)
-
-
 def empty_header(
     config: RolloutCorrectionConfig, counts: AgreedCounts, device: torch.device | None = None
 ) -> BatchHeader[Tensor]:
@@ -380,36 +436,18 @@ def _empty_header(
     floats = torch.zeros(0, device=device)
     ids = torch.zeros(0, dtype=torch.int64, device=device)
     log_probs = floats.view(0, 1)
-    inputs = AnyInputs(
+    result = correct_rollouts(
         train_log_probs=log_probs,
         rollout_log_probs=log_probs,
         response_mask=log_probs.bool(),
+        config=config,
         advantages=floats,
         group_ids=None if counts.num_groups is None else ids,
         policy_versions=None if counts.current_version is None else ids,
         mini_batch_ids=ids,
+        **vars(counts),
     )
-    return local_batch(inputs, config, counts, ParallelGroups(), compile=False).header
-
-
-@dataclass(frozen=True)
-class BlockNumbers:
-    """What is known of a block when its tokens are gone."""
-
-    sums: BlockSums
-    distances: Tensor  # [4] the test for shifted log-probs
-
-
-@dataclass(frozen=True)
-class BlockResult:
-    """The decisions on one block of tokens, of the tokens' shape, and its numbers."""
-
-    valid: Tensor  # bool
-    bad: Tensor  # bool: tokens of the response mask that are not valid
-    passed: Tensor  # bool: valid tokens that all criteria on tokens and turns accept
-    weights: Tensor | None  # bounded, 0 if invalid; None unless token-level
-    log_ratio: Tensor  # log ρ, 0 if invalid
-    numbers: BlockNumbers
+    return result.header
 
 
 def _decide_block(tokens: Tokens, reductions: BlockReductions, config: RolloutCorrectionConfig) -> BlockResult:
@@ -421,32 +459,6 @@ def _decide_block(tokens: Tokens, reductions: BlockReductions, config: RolloutCo
         passed=decisions.passed,
         weights=None if decisions.weights is None else decisions.weights.bounded,
         log_ratio=decisions.log_ratio,
-        numbers=BlockNumbers(sum_block(tokens, decisions, reductions, config), distances(decisions, reductions)),
+        sums=sum_block(tokens, decisions, measured_tokens(decisions, config), reductions, config),
+        distances=distances(decisions, reductions),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled_block(config: RolloutCorrectionConfig, device: str) -> Callable[[Tokens], BlockResult]:
-    """Return :func:`_decide_block` for blocks of equally long sequences, compiled when it is first called.
-
-    Masks go in and out as bytes, for which a CPU has vectors; the compiler takes bools one by one.
-    """
-
-    def program(tokens: Tokens, mask: Tensor, present: Tensor) -> BlockResult:
-        tokens = dataclasses.replace(tokens, mask=(mask != 0) & present)
-        result = _decide_block(tokens, CompiledReductions(), config)
-        masks = {name: getattr(result, name).to(torch.uint8) for name in ("valid", "bad", "passed")}
-        return dataclasses.replace(result, **masks)
-
-    compiled: Callable[..., BlockResult] = torch.compile(
-        program, dynamic=False, options=_ONE_LOOP if device == "cpu" else None
-    )
-
-    def run(tokens: Tokens) -> BlockResult:
-        # The compiler makes one loop of the sums and of the tokens' results only if the latter depend on the sequence.
-        present = tokens.mask.new_ones(len(tokens.mask), 1)
-        result = compiled(tokens, tokens.mask.view(torch.uint8), present)
-        masks = {name: getattr(result, name).view(torch.bool) for name in ("valid", "bad", "passed")}
-        return dataclasses.replace(result, **masks)
-
-    return run

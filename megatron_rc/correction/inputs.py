@@ -158,6 +158,8 @@ class Shards:
     has_default_ids: bool  # the caller gave no sequence ids
     # By the names of PER_SEQUENCE, if one a sequence was given. Bool: not finite, or moved into the range.
     out_of_range: dict[str, Tensor]
+    # 0, 1, 2, …, int64: not fewer numbers than sequences, nor than tokens of the longest sequence.
+    counting: Tensor
     sequence_ids: Tensor  # int64
     mini_batch_ids: Tensor  # int64
     group_ids: Tensor | None = None  # int64, the prompt of each sequence
@@ -224,8 +226,11 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
     device = micro_batches[0].response_mask.device
     ends = list(accumulate(layout.num_sequences for layout in layouts))
 
+    longest = max(layout.longest for layout in layouts)
+    counting = torch.arange(max(ends[-1], longest), device=device)
+
     # The inputs with one value a sequence, over all micro-batches; first the defaults.
-    indices = torch.arange(ends[-1], device=device)
+    indices = counting[: ends[-1]]
     per_sequence = {"sequence_ids": indices, "mini_batch_ids": torch.zeros_like(indices)}
     out_of_range = {}
     for name in PER_SEQUENCE:
@@ -246,6 +251,7 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
         rank=rank,
         has_default_ids=inputs.sequence_ids is None,
         out_of_range=out_of_range,
+        counting=counting,
         **per_sequence,
     )
 

@@ -1,20 +1,97 @@
-"""The decisions on whole sequences and on prompts, from sums over the tokens of each sequence."""
+"""Whole sequences: sums over their tokens, block by block, and the decisions on sequences and prompts from them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.tokens import TokenDecisions, Tokens, token_columns
 from megatron_rc.correction.weights import Weights, bounded_weights
 from megatron_rc.numerics import exp_weight
 from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion, SequenceValues
+
+
+@dataclass(frozen=True)
+class BlockReductions:
+    """The reductions of a block, of all rows at once as a table: every operation costs a GPU's host time.
+
+    Attributes:
+        lengths: [n] int64, tokens of each sequence of a flat block [t]; None for a block [n, length].
+    """
+
+    lengths: Tensor | None = None
+
+    def counts(self, flags: Sequence[Tensor]) -> Tensor:
+        """Return for k rows of bools the number of tokens of each sequence that are True, [k, n]."""
+        table = torch.stack([*flags])
+        return table.sum(-1, dtype=torch.int32) if self.lengths is None else self._segments(table, "sum", 0.0)
+
+    def sums(self, rows: Sequence[Tensor], num_squared: int) -> tuple[Tensor, Tensor]:
+        """Return sums over sequences, and sums of squares over all tokens; every addition is made in float64.
+
+        Args:
+            rows: k rows of floats.
+            num_squared: how many of the rows, the last ones, are squared.
+
+        Returns:
+            [k, n] and [num_squared] float64.
+        """
+        table = torch.empty(len(rows), *rows[0].shape, dtype=torch.float64, device=rows[0].device)
+        torch.stack([*rows], out=table)
+        sums = table.sum(-1) if self.lengths is None else self._segments(table, "sum", 0.0)
+        # In place: a second table would be the largest part of the memory.
+        return sums, table[-num_squared:].square_().flatten(1).sum(1)
+
+    def totals(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the sums of k rows over all tokens, [k] float64."""
+        return torch.stack([*rows]).flatten(1).sum(1, dtype=torch.float64)
+
+    def extremes(self, rows: Sequence[Tensor], left_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest and the smallest values of k rows over all tokens that are not left out, [k] each."""
+        return extremes_of(rows, left_out)
+
+    def largest(self, rows: Sequence[Tensor], left_out: Tensor) -> Tensor:
+        """Return the largest values of each sequence's tokens, [k, n]; -inf of none."""
+        table = torch.stack([*rows]).masked_fill(left_out, -torch.inf)
+        return table.amax(-1) if self.lengths is None else self._segments(table, "max", -torch.inf)
+
+    def smallest(self, rows: Sequence[Tensor], left_out: Tensor) -> Tensor:
+        """Return the smallest values of each sequence's tokens, [k, n]; +inf of none."""
+        table = torch.stack([*rows]).masked_fill(left_out, torch.inf)
+        return table.amin(-1) if self.lengths is None else self._segments(table, "min", torch.inf)
+
+    def _segments(self, table: Tensor, how: str, of_nothing: float) -> Tensor:
+        """Reduce a table of flat rows, [k, t], over the segments that are sequences: [k, n] float64."""
+        lengths = self.lengths
+        if lengths is None or not table.numel():
+            shape = (len(table), 0 if lengths is None else len(lengths))
+            return table.new_full(shape, of_nothing, dtype=torch.float64)
+        # The rows one after the other, as one long row: a reduction of one dimension is fast on a GPU.
+        flat = table.double().flatten()
+        return torch.segment_reduce(flat, how, lengths=lengths.repeat(len(table)), unsafe=True).view(len(table), -1)
+
+
+def extremes_of(rows: Sequence[Tensor], left_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest value of each row, [k] each; -inf and +inf of no values.
+
+    Args:
+        rows: k tensors of the shape of ``left_out``.
+        left_out: bool, what does not count.
+    """
+    if not rows or not left_out.numel():
+        nothing = torch.zeros(len(rows), dtype=torch.float64, device=left_out.device)
+        return nothing - torch.inf, nothing + torch.inf
+    table = torch.stack([*rows]).flatten(1)
+    flat = left_out.flatten()
+    return table.masked_fill(flat, -torch.inf).amax(1), table.masked_fill(flat, torch.inf).amin(1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +148,120 @@ class SequenceSums:
         """The numbers that the statistics of criteria use."""
         values = {"log_ratio": self.log_ratio, **self.sums, **self.maxima, **self.minima}
         return SequenceValues(self.num_tokens, torch.zeros_like(self.valid), values)
+
+
+@dataclass(frozen=True)
+class MeasuredTokens:
+    """Numbers of each token that only metrics need, by name; 0 where they do not count."""
+
+    columns: dict[str, Tensor]  # added up over each sequence
+    totals: dict[str, Tensor]  # added up over all tokens
+    quantities: dict[str, Tensor]  # added up over all tokens, and their squares too
+    extremes: dict[str, Tensor]  # the largest and the smallest value of all valid tokens are needed
+
+
+@dataclass(frozen=True)
+class TokenSums:
+    """Sums and extremes over the tokens of a block, or over all local tokens.
+
+    They are a few tensors with a number for each name: a device has little to do for each of them.
+    """
+
+    # The rows of ``sums``: first bools, which are counted, then numbers; the quantities are the last ones.
+    names: tuple[str, ...]
+    column_names: frozenset[str]  # the names whose sums over whole sequences are needed
+    total_names: tuple[str, ...]  # the names whose sums over all tokens are needed, besides the quantities
+    sums: Tensor  # [names, n] float64, over the tokens of each sequence
+    squares: Tensor  # [quantities] float64, Σ x² over all tokens
+    extreme_names: tuple[str, ...]
+    largest: Tensor  # [extreme_names] over all valid tokens
+    smallest: Tensor
+    maxima: dict[str, Tensor]  # [n] float64, the largest x of each sequence, by the need's name
+    minima: dict[str, Tensor]  # [n] float64, the smallest x of each sequence
+
+    def of_sequences(self) -> SequenceSums:
+        """Return the sums and extremes over the tokens of each sequence, by name."""
+        sums = {name: row for name, row in zip(self.names, self.sums, strict=True) if name in self.column_names}
+        return SequenceSums(sums, self.maxima, self.minima)
+
+
+def sum_block(
+    tokens: Tokens,
+    decisions: TokenDecisions,
+    measured: MeasuredTokens,
+    reductions: BlockReductions,
+    config: RolloutCorrectionConfig,
+) -> TokenSums:
+    """Return the sums and extremes of one block of tokens: over each sequence, and over all its tokens.
+
+    Every addition is made in float64.
+
+    Args:
+        tokens: the tokens of the block.
+        decisions: the decisions on them.
+        measured: the numbers of the tokens that only metrics need.
+        reductions: how to reduce a block of this shape, over sequences and over all tokens.
+        config: the correction; it says which sums are needed.
+    """
+    columns = token_columns(tokens, decisions, config) | measured.columns
+
+    # Bools are counted, numbers are added up. The quantities stand last, because their squares are added up too; one
+    # that is also a column, such as "weight", is added up once.
+    flags: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
+    for name, values in (columns | measured.totals).items():
+        if values.dtype == torch.bool:
+            flags[name] = values
+        elif name not in measured.quantities:
+            numbers[name] = values
+    numbers |= measured.quantities
+
+    invalid = ~decisions.valid
+    largest, smallest = reductions.extremes([*measured.extremes.values()], invalid)
+    sums, squares = reductions.sums([*numbers.values()], len(measured.quantities))
+    counts = reductions.counts([*flags.values()])
+    return TokenSums(
+        names=(*flags, *numbers),
+        column_names=frozenset(columns),
+        total_names=tuple(measured.totals),
+        sums=torch.cat([counts, sums]),
+        squares=squares,
+        extreme_names=tuple(measured.extremes),
+        largest=largest,
+        smallest=smallest,
+        maxima=_need_extremes("max", decisions, reductions.largest, config),
+        minima=_need_extremes("min", decisions, reductions.smallest, config),
+    )
+
+
+def join_blocks(blocks: Sequence[TokenSums]) -> TokenSums:
+    """Return the sums and extremes over all local tokens, from those of their blocks."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    return dataclasses.replace(
+        first,
+        sums=torch.cat([block.sums for block in blocks], dim=1),
+        squares=torch.stack([block.squares for block in blocks]).sum(0),
+        largest=torch.stack([block.largest for block in blocks]).amax(0),
+        smallest=torch.stack([block.smallest for block in blocks]).amin(0),
+        maxima={name: torch.cat([block.maxima[name] for block in blocks]) for name in first.maxima},
+        minima={name: torch.cat([block.minima[name] for block in blocks]) for name in first.minima},
+    )
+
+
+def _need_extremes(
+    how: str,
+    decisions: TokenDecisions,
+    reduce: Callable[[Sequence[Tensor], Tensor], Tensor],
+    config: RolloutCorrectionConfig,
+) -> dict[str, Tensor]:
+    """Return the largest ("max") or smallest ("min") x of each sequence that criteria need, [n] float64, by name."""
+    needs = [need for need in config.needs if need.how == how]
+    if not needs:
+        return {}
+    values = reduce([decisions.divergences[need.divergence.name].double() for need in needs], ~decisions.valid)
+    return {need.name: value for need, value in zip(needs, values, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rc.correction.history import HistoryValues
 from megatron_rc.correction.inputs import Part, Shards
 from megatron_rc.correction.weights import Weights, bounded_weights
-from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio, exp_weight
+from megatron_rc.numerics import exp_ratio, exp_weight, is_log_prob
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -30,10 +30,9 @@ GPU_BLOCK = 2**21
 
 @dataclass(frozen=True)
 class Tokens:
-    """A block of tokens as it was given; every tensor has the same shape: [n, length], or flat [t]."""
+    """A block of tokens as it was given; tensors of tokens have one shape: [n, length], or flat [t]."""
 
-    train: Tensor  # log π_train, float32 or float64
-    rollout: Tensor  # log π_rollout, of the same dtype
+    log_probs: Tensor  # [2, …] log π_train and log π_rollout, float32 or float64
     mask: Tensor  # the response mask, bool
     negative: Tensor | None = None  # bool, the advantage is below 0; None unless advantages are one a token
     staleness_step: Tensor | None = None  # int64, index of the staleness step that applies; None without a scale
@@ -69,9 +68,10 @@ def token_blocks(
                 values = history[index]
                 log_weight = None if values.log_weight is None else block.take(values.log_weight)
                 statistics = {name: block.take(statistic) for name, statistic in values.statistics.items()}
+            train = block.take(part.train).to(shards.dtype)
+            rollout = block.take(part.rollout).to(shards.dtype)
             tokens = Tokens(
-                train=block.take(part.train).to(shards.dtype),
-                rollout=block.take(part.rollout).to(shards.dtype),
+                log_probs=torch.stack([train, rollout]),
                 mask=block.take(part.mask),
                 negative=None if part.advantages is None else block.take(part.advantages) < 0,
                 staleness_step=_staleness_steps(part, block, shards, config),
@@ -125,15 +125,12 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     log ρ_t = log π_train - log π_rollout; w_t = exp(log ρ_t) within its bounds; it passes if all criteria on tokens and
     turns accept it.
     """
-    # The larger one is NaN if any of both is.
-    is_usable = (torch.maximum(tokens.train, tokens.rollout) <= POSITIVE_LIMIT) & (
-        torch.minimum(tokens.train, tokens.rollout) > -torch.inf
-    )
-    valid = tokens.mask & is_usable
+    # Both policies at once, because every operation costs a GPU's host time.
+    is_usable = is_log_prob(tokens.log_probs)
+    valid = tokens.mask & is_usable[0] & is_usable[1]
     bad = tokens.mask ^ valid
-    zero = tokens.train.new_zeros(())
-    train = torch.where(valid, tokens.train, zero)
-    rollout = torch.where(valid, tokens.rollout, zero)
+    zero = tokens.log_probs.new_zeros(())
+    train, rollout = torch.where(valid, tokens.log_probs, zero).unbind(0)
     log_ratio = train - rollout
     ratio = exp_ratio(log_ratio)
 

@@ -16,7 +16,7 @@ from megatron_rc.doctor.programs import SETTINGS_OF
 from megatron_rc.doctor.rules import FAR, REPAIR, Verdict
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import K3
-from megatron_rc.measures.measure import REWARD_SIGNS
+from megatron_rc.measures.header import REWARD_SIGNS
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
 EXP_LIMIT = 20.0  # nats; larger log-ratios are clamped

@@ -21,7 +21,7 @@ from megatron_rc.doctor.rules import (
     not_looked_at,
     sentence,
 )
-from megatron_rc.measures.measure import REWARD_SIGNS
+from megatron_rc.measures.header import REWARD_SIGNS
 
 HEALTHY = 0
 WRONG = 1

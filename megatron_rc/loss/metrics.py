@@ -21,6 +21,7 @@ SUMS = (
     "loss",
     "entropy",
     "reference_kl",
+    "divergence",
 )
 # Largest values over these tokens. The smallest log ratio is the negative of the second.
 MAXIMA = ("log_ratio", "-log_ratio")
@@ -81,4 +82,5 @@ def derive_loss_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) 
         "policy/dual_clip_fraction": sums["dual_clipped"] / tokens,
         "policy/entropy": sums["entropy"] / tokens,
         "policy/reference_kl": sums["reference_kl"] / tokens,
+        "policy/divergence": sums["divergence"] / tokens,
     }

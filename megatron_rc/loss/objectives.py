@@ -43,6 +43,8 @@ class TokenTerms:
         dual_clip: c, or None.
         tau_pos: temperature for A > 0, or None.
         tau_neg: temperature for other A, or None.
+        divergence: the divergence from a teacher, differentiated; None unless the objective declares
+            ``uses_divergence``.
     """
 
     log_probs: Tensor
@@ -55,6 +57,14 @@ class TokenTerms:
     dual_clip: float | None
     tau_pos: float | None
     tau_neg: float | None
+    divergence: Tensor | None = None
+
+    @property
+    def from_teacher(self) -> Tensor:
+        """The divergence from a teacher; ValueError unless the objective declares ``uses_divergence``."""
+        if self.divergence is None:
+            raise ValueError("the loss uses terms.from_teacher: define the objective with uses_divergence=True")
+        return self.divergence
 
     @property
     def sequences(self) -> WholeSequences:
@@ -106,6 +116,7 @@ class Objective:
         default_dual_clip: the cap unless the user gives one; None: no cap.
         takes_temperatures: it has ``tau_pos`` and ``tau_neg``.
         whole_sequences: its loss uses ``terms.sequences``, so that it needs the CP group and the layout.
+        uses_divergence: its loss uses ``terms.from_teacher``, so that it needs the divergence of every token.
 
     Raises:
         ValueError: at definition: something is missing, or does not fit together.
@@ -121,6 +132,7 @@ class Objective:
     default_dual_clip: float | None = None
     takes_temperatures: bool = False
     whole_sequences: bool = False
+    uses_divergence: bool = False
 
     def __post_init__(self) -> None:
         problem = _problem_of_fields(self) or _problem_of_loss(self)
@@ -128,7 +140,15 @@ class Objective:
             raise ValueError(f"objective {self.name!r}: {problem}")
 
 
-_SWITCHES = ("weighed_in_bypass", "by_sequence", "clips", "takes_dual_clip", "takes_temperatures", "whole_sequences")
+_SWITCHES = (
+    "weighed_in_bypass",
+    "by_sequence",
+    "clips",
+    "takes_dual_clip",
+    "takes_temperatures",
+    "whole_sequences",
+    "uses_divergence",
+)
 
 
 def _problem_of_fields(objective: Objective) -> str | None:
@@ -144,7 +164,7 @@ def _problem_of_fields(objective: Objective) -> str | None:
 
 def _problem_of_loss(objective: Objective) -> str | None:
     """Return what is wrong with the loss of a definition, or None; the loss is tried on three tokens."""
-    terms = _three_tokens(whole_sequences=objective.whole_sequences)
+    terms = _three_tokens(whole_sequences=objective.whole_sequences, uses_divergence=objective.uses_divergence)
     result = objective.loss(terms)
     if not isinstance(result, TokenLoss) or result.loss.shape != (3,) or not result.loss.requires_grad:
         return "loss must give a TokenLoss with one differentiable number a token"
@@ -164,8 +184,11 @@ def _problem_of_loss(objective: Objective) -> str | None:
     return None
 
 
-def _three_tokens(*, whole_sequences: bool) -> TokenTerms:
-    """Terms on which a new objective is tried: one sequence of three tokens, with advantages of both signs."""
+def _three_tokens(*, whole_sequences: bool, uses_divergence: bool) -> TokenTerms:
+    """Terms on which a new objective is tried: one sequence of three tokens, with advantages of both signs.
+
+    The divergence of a token stands for that from a teacher, and has a gradient at the log-probs.
+    """
     log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     old_log_probs = torch.tensor([-2.5, -3.5, -4.5])
     whole = None
@@ -183,6 +206,7 @@ def _three_tokens(*, whole_sequences: bool) -> TokenTerms:
         dual_clip=2.0,
         tau_pos=1.0,
         tau_neg=1.0,
+        divergence=-log_probs if uses_divergence else None,
     )
 
 
@@ -349,6 +373,11 @@ def _gmpo(terms: TokenTerms) -> TokenLoss:
     return TokenLoss(-terms.advantages * mean.clamp(-EXP_LIMIT, EXP_LIMIT).exp(), low=low, high=high)
 
 
+def _distill(terms: TokenTerms) -> TokenLoss:
+    """The divergence from the teacher, without the log-prob of the token, its advantage and bounds."""
+    return TokenLoss(terms.from_teacher)
+
+
 define(
     Objective(
         name="ppo_clip",
@@ -420,5 +449,12 @@ define(
         weighed_in_bypass=False,
         clips=True,
         whole_sequences=True,
+    ),
+    Objective(
+        name="distill",
+        words="distillation: the divergence of each token's distribution from the teacher's",
+        loss=_distill,
+        weighed_in_bypass=True,
+        uses_divergence=True,
     ),
 )

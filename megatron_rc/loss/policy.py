@@ -1,7 +1,7 @@
-"""The policy's loss of every token: the objective, the entropy bonus and the KL penalty, and their settings.
+"""The policy's loss of every token: objective, distillation, entropy bonus and KL penalty, and their settings.
 
-:func:`policy_loss` is the objective alone, times the importance weights. :func:`token_loss` adds the entropy bonus and
-the KL penalty. :class:`PolicyLossConfig` has the settings of all three.
+:func:`policy_loss` is the objective alone, times the importance weights. :func:`token_loss` adds the other terms.
+:class:`PolicyLossConfig` has the settings of all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
 from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.arguments import check_alike, check_number, check_tensors, one_of
+from megatron_rc.parallel.divergence import check_kind_of_divergence
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
@@ -49,6 +50,11 @@ class PolicyLossConfig:
         kl_importance_weight: multiply each token's KL penalty by π_θ/π_rollout, so that its gradient is that of
             KL(π_θ ‖ π_ref) for tokens that the engine sampled (see :func:`.kl_penalty`). Only ``k1``, ``k3``, ``k1+``
             and ``k3+`` allow it.
+        distillation_coef: weight of the divergence from a teacher that is added to the objective, per token. The
+            importance weights multiply it too.
+        distillation_kind: the kind of the divergence that the caller computes, for ``distillation_coef`` and for the
+            objective ``distill``: ``reverse_kl``, ``forward_kl`` or ``jsd`` (see :func:`.vocab_parallel_divergence`).
+        distillation_beta: β of ``jsd``; None: 0.5.
 
     Raises:
         ValueError: at construction, for a wrong value or one that the algorithm does not use.
@@ -66,6 +72,9 @@ class PolicyLossConfig:
     tau_pos: float | None = None
     tau_neg: float | None = None
     kl_importance_weight: bool = False
+    distillation_coef: float = 0.0
+    distillation_kind: str = "reverse_kl"
+    distillation_beta: float | None = None
 
     def __post_init__(self) -> None:
         objective = None if self.algorithm is None else objective_of(self.algorithm)
@@ -77,6 +86,21 @@ class PolicyLossConfig:
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _check_kl_weight(self.kl_importance_weight, self.kl_estimator)
         check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+        check_number("distillation_coef", self.distillation_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+        check_kind_of_divergence(
+            "distillation_kind", self.distillation_kind, "distillation_beta", self.distillation_beta
+        )
+        if self.distillation_coef and objective is not None and objective.uses_divergence:
+            raise ValueError(
+                f"distillation_coef={self.distillation_coef} with algorithm={objective.name!r}, which is the "
+                "divergence itself: drop one of them"
+            )
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss needs the divergence from a teacher, for its objective or for ``distillation_coef``."""
+        is_objective = self.algorithm is not None and objective_of(self.algorithm).uses_divergence
+        return is_objective or self.distillation_coef > 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +130,7 @@ def policy_loss(
     tau_pos: float | None = None,
     tau_neg: float | None = None,
     weights: Tensor | None = None,
+    divergence: Tensor | None = None,
     layout: SequenceLayout | None = None,
     groups: ParallelGroups | None = None,
     sequence_log_ratio: Tensor | None = None,
@@ -124,10 +149,10 @@ def policy_loss(
       are on a difference of probabilities; c is ``dual_clip``. Qi et al. 2026, "Rethinking the Trust Region in LLM
       Reinforcement Learning".
     - ``dppo_kl``: the same, and 0 if D(π_old ‖ π_θ) > high with A > 0 and π_θ > π_old, or > low with A ≤ 0 and
-      π_θ < π_old. D is the KL of two events, this token and any other (:func:`.two_point_kl`), in nats.
+      π_θ < π_old. D is the KL of two events, this token and any other (``megatron_rc.numerics.two_point_kl``), in nats.
     - ``cppo``: -A r, and 0 if A (r - 1) > 0 and Z_t > min(δ, δ + δ_b Σ_{j<t} w_j - Σ_{j<t} Z_j), with δ = high if
-      A > 0 and low if A < 0. Z_t = w_t |π_θ - π_old|, w_t = 1 - 0.2 (t - 1)/(T - 1) for the t-th of T tokens of the
-      response mask, and δ_b is the 0.9 quantile of the response's |π_θ - π_old|, clamped to [0.02, 0.04]. Mao et al.
+      A > 0 and low if A < 0. Z_t = w_t abs(π_θ - π_old), w_t = 1 - 0.2 (t - 1)/(T - 1) for the t-th of T tokens of the
+      response mask, and δ_b is the 0.9 quantile of the response's abs(π_θ - π_old), clamped to [0.02, 0.04]. Mao et al.
       2026, "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning", with its numbers.
     - ``sapo``: -A (4/τ) sigmoid(τ (r - 1)), τ = ``tau_pos`` if A > 0, else ``tau_neg``. Gao et al. 2025, "Soft Adaptive
       Policy Optimization", which averages as ``seq-mean-token-mean``.
@@ -135,6 +160,9 @@ def policy_loss(
       at least -low if A < 0, and as it is if A = 0. The gradient of a token is as if the exponential changed by itself
       times the token's own clipped log r, so that ``seq-mean-token-mean`` gives the objective of Zhao et al. 2025,
       "Geometric-Mean Policy Optimization".
+    - ``distill``: D, the ``divergence`` from a teacher; A and π_old are measured only. With the weights of the whole
+      sequence or of the prefix its mean is that over sequences of π_θ (docs/mathematics.md). Agarwal et al. 2024,
+      "On-Policy Distillation of Language Models".
 
     Args:
         log_probs: log π_θ, of the layout's local shape, nats; differentiated.
@@ -153,6 +181,7 @@ def policy_loss(
         tau_pos: ``sapo`` only; None: 1.
         tau_neg: ``sapo`` only; None: 1.05.
         weights: importance weights, like ``log_probs``; detached here. Default: 1.
+        divergence: D of ``distill``, like ``log_probs``, nats; differentiated.
         layout: which tokens these are. Default: padded, rows of ``log_probs``. If several sequences are packed into one
             row, pass it: without it ``gspo``, ``gmpo`` and ``cppo`` take the row for one sequence.
         groups: the other ranks of ``cp`` have the other slices of the sequences; only ``gspo``, ``gmpo`` and ``cppo``
@@ -172,7 +201,7 @@ def policy_loss(
     _check_clips(objective, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     _check_temperatures(objective, tau_pos=tau_pos, tau_neg=tau_neg)
     check_tensors(
-        {"weights": weights, "sequence_log_ratio": sequence_log_ratio},
+        {"weights": weights, "sequence_log_ratio": sequence_log_ratio, "divergence": divergence},
         log_probs=log_probs,
         old_log_probs=old_log_probs,
         advantages=advantages,
@@ -180,6 +209,9 @@ def policy_loss(
     )
     check_alike("log_probs", log_probs, old_log_probs=old_log_probs, response_mask=response_mask, weights=weights)
     check_mask("response_mask", response_mask)
+    if objective.uses_divergence and divergence is None:
+        raise ValueError(f"algorithm={algorithm!r} needs the divergence from a teacher: pass divergence=")
+    check_alike("log_probs", log_probs, divergence=divergence)
 
     # Only objectives with sums over whole sequences need the other slices, and so a layout that fits ``cp``. For the
     # others a row may be a slice of any length.
@@ -207,6 +239,9 @@ def policy_loss(
         # The value is the mean over the sequence; the gradient is that of this token's log-prob.
         log_ratio = mean + (log_probs - log_probs.detach())
 
+    from_teacher = None
+    if objective.uses_divergence and divergence is not None:
+        from_teacher = _masked(divergence, response_mask)
     result = objective.loss(
         TokenTerms(
             log_probs=log_probs,
@@ -219,6 +254,7 @@ def policy_loss(
             dual_clip=objective.default_dual_clip if dual_clip is None else dual_clip,
             tau_pos=tau_pos,
             tau_neg=tau_neg,
+            divergence=from_teacher,
         )
     )
     loss = result.loss
@@ -239,11 +275,14 @@ def token_loss(
     weights: Tensor | None,
     entropy: Tensor | None,
     ref_log_probs: Tensor | None,
+    divergence: Tensor | None,
     layout: SequenceLayout,
     groups: ParallelGroups,
     sequence_log_ratio: Tensor | None,
 ) -> PolicyLoss:
-    """The complete loss of every token: w · (policy objective) - entropy_coef · entropy + kl_coef · KL.
+    """The complete loss of every token.
+
+        w · (policy objective + distillation_coef · D) - entropy_coef · entropy + kl_coef · KL
 
     Args:
         objective: the settings.
@@ -252,9 +291,10 @@ def token_loss(
         rollout_log_probs: log π_rollout, like ``log_probs``; used with ``kl_importance_weight`` alone.
         advantages: [n], one a sequence, or like ``log_probs``.
         response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
-        weights: w, like ``log_probs``, detached; None: 1. They multiply the objective, not the two other terms.
+        weights: w, like ``log_probs``, detached; None: 1. They multiply the objective and D, not the two other terms.
         entropy: entropy of π_θ at each token, like ``log_probs``; differentiated. None without an entropy bonus.
         ref_log_probs: log π_ref, like ``log_probs``; None without a KL penalty.
+        divergence: D, the divergence from a teacher, like ``log_probs``; differentiated. None without distillation.
         layout: which tokens these are.
         groups: as for :func:`policy_loss`.
         sequence_log_ratio: [n], as for :func:`policy_loss`.
@@ -264,12 +304,16 @@ def token_loss(
     Raises:
         ValueError: a tensor that a coefficient needs is missing, or has another shape.
     """
-    check_tensors({"entropy": entropy, "ref_log_probs": ref_log_probs}, log_probs=log_probs)
-    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
+    check_tensors({"entropy": entropy, "ref_log_probs": ref_log_probs, "divergence": divergence}, log_probs=log_probs)
+    check_alike("log_probs", log_probs, ref_log_probs=ref_log_probs, entropy=entropy, divergence=divergence)
     if objective.entropy_coef and entropy is None:
         raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
     if objective.kl_coef and ref_log_probs is None:
         raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
+    if objective.distillation_coef and divergence is None:
+        raise ValueError(
+            f"distillation_coef={objective.distillation_coef} needs the divergence from a teacher: pass divergence="
+        )
 
     # Converted here, for objective and penalty together, so that their gradients are added in float32 and then rounded
     # once to the dtype of the log-probs.
@@ -286,6 +330,7 @@ def token_loss(
         tau_pos=objective.tau_pos,
         tau_neg=objective.tau_neg,
         weights=weights,
+        divergence=divergence,
         layout=layout,
         groups=groups,
         sequence_log_ratio=sequence_log_ratio,
@@ -293,8 +338,15 @@ def token_loss(
     per_token = policy.per_token
     statistics = policy.statistics
 
+    if divergence is not None:
+        divergence = _masked(divergence, response_mask)
+        statistics = statistics.plus(divergence=divergence.double().sum())
+        if objective.distillation_coef:
+            weighted = divergence if weights is None else divergence * _masked(weights.detach(), response_mask)
+            per_token = per_token + objective.distillation_coef * weighted
+
     if entropy is not None:
-        entropy = torch.where(response_mask, entropy.to(arithmetic(entropy.dtype)), 0)
+        entropy = _masked(entropy, response_mask)
         per_token = per_token - objective.entropy_coef * entropy
         statistics = statistics.plus(entropy=entropy.double().sum())
 
@@ -311,6 +363,11 @@ def token_loss(
         statistics = statistics.plus(reference_kl=penalty.double().sum())
 
     return PolicyLoss(per_token, statistics)
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    """The values in float32, or float64 if they are; 0 outside the mask, whatever they are there."""
+    return torch.where(mask, values.to(arithmetic(values.dtype)), 0)
 
 
 def _statistics(log_ratio: Tensor, mask: Tensor, result: TokenLoss) -> LossStatistics:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.reductions import BlockReductions
+from megatron_rc.correction.sequences import BlockReductions
 from megatron_rc.correction.tokens import TokenDecisions
-from megatron_rc.measures.header import TokenMeasures
+from megatron_rc.measures.tokens import TokenMeasures
 
 MIN_PAIRS = 512
 MIN_DIFFERENT = 192  # bins of the histogram of log ρ that hold a token

@@ -1,118 +1,76 @@
-"""The numbers of one block of tokens, from the decisions on them: sums of each sequence, moments over all tokens."""
+"""The measures of tokens alone: what metrics need of each token, and the record of its sums and extremes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.reductions import BlockReductions
-from megatron_rc.correction.sequences import SequenceSums
-from megatron_rc.correction.tokens import TokenDecisions, Tokens, token_columns
-from megatron_rc.measures.header import Moments
+from megatron_rc.correction.denominators import N
+from megatron_rc.correction.sequences import MeasuredTokens, TokenSums
+from megatron_rc.correction.tokens import TokenDecisions
 from megatron_rc.numerics import EXP_LIMIT, exp_sample
+from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 @dataclass(frozen=True)
-class BlockSums:
-    """The numbers of one block, as a few tensors with a number for each name: a device has little to do for each."""
+class Moments(Generic[N]):
+    """Sums and extremes of a quantity x over tokens or over sequences; of nothing: 0, -inf and +inf."""
 
-    # Of the rows of ``sums``: first bools, which are counted, then numbers; the last are the quantities.
-    names: tuple[str, ...]
-    total_names: tuple[str, ...]  # those of the names whose sum is needed over all tokens only
-    sums: Tensor  # [names, n] float64, over the tokens of each sequence
-    squares: Tensor  # [quantities] float64, Σ x² over all tokens
-    extreme_names: tuple[str, ...]
-    largest: Tensor  # [extreme_names] over all valid tokens
-    smallest: Tensor
-    maxima: dict[str, Tensor]  # [n] float64, the largest x of each sequence, by the need's name
-    minima: dict[str, Tensor]  # [n] float64, the smallest x of each sequence
+    count: N  # the number of values
+    total: N  # Σ x
+    squared: N  # Σ x²
+    largest: N | None = largest()  # None, as the smallest: no metric has it
+    smallest: N | None = smallest()
 
 
-def sum_block(
-    tokens: Tokens, decisions: TokenDecisions, reductions: BlockReductions, config: RolloutCorrectionConfig
-) -> BlockSums:
-    """Return the numbers of one block of tokens: sums and extremes over each sequence, and over all its tokens.
+@dataclass(frozen=True)
+class TokenMeasures(Generic[N]):
+    """The measures of tokens alone, for which no sequence must be whole: of a block, or of all tokens of a rank."""
 
-    Every addition is made in float64.
+    # Over valid tokens, by the name of the quantity. A batch's has those that the tokens of a sequence share, too.
+    moments: dict[str, Moments[N]]
+    totals: dict[str, N]  # sums over valid tokens, by the names of :func:`token_totals`
+    bins: Any  # [bins] histogram of log ρ, which has the tokens that are not valid in the bin of 0
+    distances: Any  # [4] the test for shifted log-probs: :func:`megatron_rc.measures.shift.distances`
+    first_bad_keys: Any = smallest()  # [2] the keys of the first unusable token: :mod:`megatron_rc.measures.data`
 
-    Args:
-        tokens: the tokens of the block.
-        decisions: the decisions on them.
-        reductions: how to reduce a block of this shape, over sequences and over all tokens.
-        config: the correction; it says which sums are needed.
-    """
-    # Each dictionary has, by name, a tensor with one value for each token.
-    columns = token_columns(tokens, decisions, config) | measured_columns(decisions, config)
-    quantities = token_quantities(decisions, config)
-    totals = token_totals(decisions, config, quantities["ratio_excess"])
-    extremes = token_extremes(decisions)
 
-    # Bools are counted, numbers are added up. The quantities stand last, because their squares are added up too; one
-    # that is also a column, such as "weight", is added up once.
-    flags: dict[str, Tensor] = {}
-    numbers: dict[str, Tensor] = {}
-    for name, values in (columns | totals).items():
-        if values.dtype == torch.bool:
-            flags[name] = values
-        elif name not in quantities:
-            numbers[name] = values
-    numbers |= quantities
-
-    invalid = ~decisions.valid
-    largest, smallest = reductions.extremes([*extremes.values()], invalid)
-    sums, squares = reductions.sums([*numbers.values()], len(quantities))
-    counts = reductions.counts([*flags.values()])
-    return BlockSums(
-        names=(*flags, *numbers),
-        total_names=tuple(totals),
-        sums=torch.cat([counts, sums]),
-        squares=squares,
-        extreme_names=tuple(extremes),
-        largest=largest,
-        smallest=smallest,
-        maxima=_need_extremes("max", decisions, reductions.largest, config),
-        minima=_need_extremes("min", decisions, reductions.smallest, config),
+def measure_tokens(
+    sums: TokenSums, *, bins: Tensor, distances: Tensor, first_bad_keys: Tensor
+) -> TokenMeasures[Tensor]:
+    """Return the measures of all local tokens, from their sums; the other arguments are fields of the result."""
+    totals = dict(zip(sums.names, sums.sums.sum(1), strict=True))
+    extremes = dict(zip(sums.extreme_names, zip(sums.largest, sums.smallest, strict=True), strict=True))
+    moments = {}
+    for name, squared in zip(sums.names[-len(sums.squares) :], sums.squares, strict=True):
+        moments[name] = Moments(totals["valid"], totals[name], squared, *extremes.get(name, (None, None)))
+    return TokenMeasures(
+        moments=moments,
+        totals={name: totals[name] for name in sums.total_names},
+        bins=bins,
+        distances=distances,
+        first_bad_keys=first_bad_keys,
     )
 
 
-def join_blocks(
-    blocks: Sequence[BlockSums], config: RolloutCorrectionConfig
-) -> tuple[SequenceSums, dict[str, Tensor], dict[str, Moments[Tensor]]]:
-    """Return the numbers of all local tokens by name, from those of their blocks.
-
-    Returns:
-        The sums and extremes over the tokens of each sequence; totals, and moments of the quantities, over all
-        tokens.
-    """
-    first = blocks[0]
-    sums = first.sums
-    squares = first.squares
-    largest = first.largest
-    smallest = first.smallest
-    maxima = first.maxima
-    minima = first.minima
-    if len(blocks) > 1:
-        sums = torch.cat([block.sums for block in blocks], dim=1)
-        squares = torch.stack([block.squares for block in blocks]).sum(0)
-        largest = torch.stack([block.largest for block in blocks]).amax(0)
-        smallest = torch.stack([block.smallest for block in blocks]).amin(0)
-        maxima = {name: torch.cat([block.maxima[name] for block in blocks]) for name in maxima}
-        minima = {name: torch.cat([block.minima[name] for block in blocks]) for name in minima}
-
-    totals = dict(zip(first.names, sums.sum(1), strict=True))
-    extremes = dict(zip(first.extreme_names, zip(largest, smallest, strict=True), strict=True))
-    moments = {}
-    for name, squared in zip(first.names[-len(squares) :], squares, strict=True):
-        moments[name] = Moments(totals["valid"], totals[name], squared, *extremes.get(name, (None, None)))
-
-    # Of the quantities, only the weights are also needed of whole sequences.
-    only_of_tokens = {*first.total_names, *moments} - {"weight", raw_excess_name(config)}
-    sum_of = {name: values for name, values in zip(first.names, sums, strict=True) if name not in only_of_tokens}
-    return SequenceSums(sum_of, maxima, minima), {name: totals[name] for name in first.total_names}, moments
+def measured_tokens(decisions: TokenDecisions, config: RolloutCorrectionConfig) -> MeasuredTokens:
+    """Return the numbers of each token of a block that only metrics need."""
+    quantities = token_quantities(decisions, config)
+    columns = measured_columns(decisions, config)
+    if decisions.weights is not None:
+        # Also of whole sequences: their mean weight is held against the bounds.
+        raw_excess = raw_excess_name(config)
+        columns[raw_excess] = quantities[raw_excess]
+    return MeasuredTokens(
+        columns=columns,
+        totals=token_totals(decisions, config, quantities["ratio_excess"]),
+        quantities=quantities,
+        extremes=token_extremes(decisions),
+    )
 
 
 def raw_excess_name(config: RolloutCorrectionConfig) -> str:
@@ -211,17 +169,3 @@ def token_extremes(decisions: TokenDecisions) -> dict[str, Tensor]:
     if decisions.weights is not None:
         values |= {"weight": decisions.weights.bounded, "raw_weight": decisions.weights.raw}
     return values
-
-
-def _need_extremes(
-    how: str,
-    decisions: TokenDecisions,
-    reduce: Callable[[Sequence[Tensor], Tensor], Tensor],
-    config: RolloutCorrectionConfig,
-) -> dict[str, Tensor]:
-    """Return the largest ("max") or smallest ("min") x of each sequence that criteria need, [n] float64, by name."""
-    needs = [need for need in config.needs if need.how == how]
-    if not needs:
-        return {}
-    values = reduce([decisions.divergences[need.divergence.name].double() for need in needs], ~decisions.valid)
-    return {need.name: value for need, value in zip(needs, values, strict=True)}

@@ -157,7 +157,7 @@ def _draw_tokens_over(axes: Any, tokens: _Tokens, across: Tensor) -> None:
     """Draw points, and the quantiles of the ratios in bins of equal width on a logarithmic axis."""
     shown = slice(0, NUM_POINTS)
     axes.plot(across[shown], tokens.log_ratio[shown], ".", markersize=3, alpha=0.4)
-    middle, low, median, high = _bands(across.log(), tokens.log_ratio)
+    middle, low, median, high = quantile_bands(across.log(), tokens.log_ratio)
     middles = [math.exp(log_middle) for log_middle in middle]
     axes.fill_between(middles, low, high, color="gray", alpha=0.3, linewidth=0)
     axes.plot(middles, median, color="black", linewidth=1.2)
@@ -196,7 +196,7 @@ def _finish_ratios(axes: Any, title: str) -> None:
     axes.set_ylabel("log ρ, nats")
 
 
-def _bands(across: Tensor, values: Tensor) -> tuple[list[float], ...]:
+def quantile_bands(across: Tensor, values: Tensor) -> tuple[list[float], ...]:
     """Middles of bins of equal width, and the 5 %, 50 % and 95 % quantiles of the values in each.
 
     Bins with few values are left out.

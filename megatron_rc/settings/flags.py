@@ -13,6 +13,7 @@ from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
+from megatron_rc.parallel.divergence import DIVERGENCES
 from megatron_rc.settings import presets
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.consistency import OF_WEIGHTS
@@ -65,11 +66,26 @@ _LOSS_OPTIONS = {
         "estimators k1, k3, k1+ and k3+",
     ),
     "entropy_coef": ("grpo_entropy_term_weight", "weight of the entropy bonus"),
+    "distillation_coef": (
+        "distillation_coef",
+        "weight of the divergence from the teacher, which is added to the objective; the objective distill is the "
+        "divergence alone",
+    ),
+    "distillation_kind": (
+        "distillation_kind",
+        "divergence from the teacher: the KL of the student from the teacher (reverse_kl), of the teacher from the "
+        "student (forward_kl), or the generalised Jensen-Shannon divergence (jsd)",
+    ),
+    "distillation_beta": (
+        "distillation_beta",
+        "share of the teacher in the mixture of --distillation-kind jsd, between 0 and 1; default: 0.5",
+    ),
 }
 _LOSS_WORDS: dict[str, dict[str, Any]] = {  # the other fields of the objective are numbers
     "algorithm": {"metavar": f"{{{','.join(OBJECTIVES)}}}"},
     "aggregation": {"choices": AGGREGATIONS},
     "kl_estimator": {"choices": KL_ESTIMATORS},
+    "distillation_kind": {"choices": DIVERGENCES},
     "kl_importance_weight": {"action": argparse.BooleanOptionalAction},
 }
 LOSS_FLAGS = {field: flag for field, (flag, _) in _LOSS_OPTIONS.items()}

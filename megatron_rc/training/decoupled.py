@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.chain import empty_header, finish, local_batch, reduce_batch
-from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
+from megatron_rc.batch.chain import CorrectionResult, correct_rollouts, empty_header
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.numerics import check_mask
@@ -149,8 +149,8 @@ def plan_decoupled(
     if inputs is None:
         result = CorrectionResult(config, empty_header(config, counts, device))
     else:
-        batch = local_batch(inputs, config, counts, groups, compile=setup.compile)
-        result = finish(batch, reduce_batch(batch.pair, groups))
+        arguments = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(CorrectionInputs)}
+        result = correct_rollouts(**arguments, **vars(counts), config=config, groups=groups, compile=setup.compile)
     return DecoupledPlan(
         config=config,
         header=broadcast_record(result.header, groups.pp),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.chain import CorrectionResult
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, is_one_a_sequence, split_inputs
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig

@@ -26,12 +26,14 @@ def masked_loss(
     log_probs: Tensor,
     entropy: Tensor | None,
     scale: LossScale,
+    *,
+    divergence: Tensor | None = None,
 ) -> Returned:
     """The corrected loss of one micro-batch, as Megatron's ``loss_func`` returns it.
 
-    w · (policy objective) - entropy_coef · entropy + kl_coef · KL, summed over the accepted tokens and divided by the
-    global denominator; the weights multiply the objective alone. The micro-batch counts in ``correction`` when the
-    backward of the returned loss runs: a forward-only pass leaves no trace there.
+    w · (policy objective + distillation_coef · D) - entropy_coef · entropy + kl_coef · KL, summed over the accepted
+    tokens and divided by the global denominator; the weights multiply the objective and D alone. The micro-batch counts
+    in ``correction`` when the backward of the returned loss runs: a forward-only pass leaves no trace there.
 
     Args:
         correction: the correction, with the objective.
@@ -39,6 +41,9 @@ def masked_loss(
         log_probs: log π_θ of the labels, of the layout's local shape, nats; differentiated.
         entropy: of π_θ, of the same shape; None without an entropy bonus: ``policy/entropy`` is then 0.
         scale: the factors of this step, from ``plan.loss_scale()``.
+        divergence: D of π_θ from a teacher at each token, of the same shape, such as a
+            :func:`~megatron_rc.parallel.processor.log_prob_processor` with a ``teacher`` gives it. None without the
+            objective ``distill`` and without ``distillation_coef``.
 
     Returns:
         (loss, num_tokens, log) of Megatron's ``loss_func``; the log holds ``loss``, the local part of the numerator.
@@ -65,6 +70,7 @@ def masked_loss(
         weights=corrected.weights,
         entropy=entropy,
         ref_log_probs=micro_batch.ref_log_probs,
+        divergence=divergence,
         layout=micro_batch.layout,
         groups=correction.groups,
         sequence_log_ratio=corrected.mean_log_ratio,

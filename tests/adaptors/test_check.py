@@ -52,9 +52,9 @@ def with_nemo_rl(monkeypatch, loss=ClippedLoss):
     module(monkeypatch, "nemo_rl.distributed.batched_data_dict", BatchedDataDict=dict)
 
 
-def grpo_loss(**given):
+def grpo_loss(**arguments):
     """Megatron-LM's loss, by its formula."""
-    of = types.SimpleNamespace(**given)
+    of = types.SimpleNamespace(**arguments)
     ratio = (of.current_logprobs - of.old_logprobs).exp()
     gain = of.advantages.unsqueeze(1)
     weights = (of.old_logprobs - of.inference_logprobs).exp().clamp(max=of.is_truncation_coef)

@@ -19,8 +19,8 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
 
-def parsed(words):
-    return add_rollout_correction_args(argparse.ArgumentParser()).parse_known_args(words)[0]
+def parsed(arguments):
+    return add_rollout_correction_args(argparse.ArgumentParser()).parse_known_args(arguments)[0]
 
 
 def whole(values, layout, cp):
@@ -48,18 +48,18 @@ def gradients(trainer):
     return [parameter.main_grad.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
 
 
-def both_ways(words):
+def both_ways(arguments):
     """Gradients of the launcher and of the adaptor for one step of real rollouts, and the schedule's log."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    trainer = make_trainer(words)
+    trainer = make_trainer(arguments)
     prepared = trainer.prepare(recorded_batch(0, trainer.groups.dp.rank(), trainer.groups.dp.size()))
     batch = prepared.batch
     trainer.accumulate(prepared, 0)
     launchers_gradients = gradients(trainer)
     total = None
     data = [data_of(batch.local.piece(cut), trainer) for cut in batch.cuts[0]]
-    correction = MegatronCorrection(lambda: parsed(words))
+    correction = MegatronCorrection(lambda: parsed(arguments))
     trainer.model[0].config.finalize_model_grads_func = None
     for chunk in trainer.model:
         chunk.zero_grad_buffer()
@@ -109,9 +109,9 @@ def micro_batch(**changes):
     return {name: value for name, value in (data | changes).items() if value is not None}
 
 
-def one_step(words, **changes):
+def one_step(arguments, **changes):
     """Run a step of one micro-batch in this process; the schedule calls the forward step and its loss."""
-    correction = MegatronCorrection(lambda: parsed(words.split()), ParallelGroups())
+    correction = MegatronCorrection(lambda: parsed(arguments.split()), ParallelGroups())
     settings = SimpleNamespace(finalize_model_grads_func=lambda model: None, calculate_per_token_loss=False)
     logits = torch.zeros(2, 4, 3, requires_grad=True)
 
@@ -138,7 +138,7 @@ def test_masks_of_any_dtype_are_turned():
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "message"),
+    ("arguments", "changes", "message"),
     [
         ("", {"rollout_log_probs": None}, "rollout_log_probs is missing in a micro-batch"),
         ("--grpo-kl-beta 0.1", {}, "ref_log_probs is missing in a micro-batch"),
@@ -149,9 +149,9 @@ def test_masks_of_any_dtype_are_turned():
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:24],
 )
-def test_steps_that_cannot_be(words, changes, message):
+def test_steps_that_cannot_be(arguments, changes, message):
     with pytest.raises(ValueError, match=message):
-        one_step(words, **changes)
+        one_step(arguments, **changes)
 
 
 def test_a_schedule_that_nobody_wrapped():

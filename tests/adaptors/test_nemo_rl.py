@@ -161,9 +161,9 @@ def test_on_policy_the_current_policy_is_the_old_one():
     seen = {}
 
     class Loss(ClippedLoss):
-        def __call__(self, **given):
-            seen.update(given["data"])
-            return given["next_token_logprobs"].sum(), {}
+        def __call__(self, **arguments):
+            seen.update(arguments["data"])
+            return arguments["next_token_logprobs"].sum(), {}
 
     loss = CorrectedLoss(Loss(force_on_policy_ratio=True), TOKEN)
     new = data["prev_logprobs"][:, 1:].clone()

@@ -98,7 +98,7 @@ def test_ranks_with_other_sequences(ranks):
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"train_log_probs": torch.zeros(2, 3)}, "train_log_probs is a Tensor: pass a list"),
         ({"train_log_probs": TWO[:1]}, "train_log_probs has 1 sequences, response_masks 2"),
@@ -108,9 +108,9 @@ def test_ranks_with_other_sequences(ranks):
         ({"rollout_log_probs": [TWO[0] * torch.nan, TWO[1]]}, "rollout log-prob of sample 0"),
     ],
 )
-def test_wrong_sequences(changed, words):
+def test_wrong_sequences(changed, message):
     arguments = {"train_log_probs": TWO, "rollout_log_probs": TWO, "response_masks": MASKS} | changed
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         correct_sequences(**arguments, config=CONFIG)
 
 

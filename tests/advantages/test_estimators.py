@@ -189,31 +189,6 @@ class Shard:
         return local
 
 
-def golden_on_ranks():
-    """Compare the golden cases on the shards of this rank; padding is NaN, except in the rewards."""
-    groups = ParallelGroups.from_megatron()
-    # Two of the cuts: reference_on_ranks() takes all four.
-    for case, (form, split) in itertools.product(GOLDEN.values(), CUTS[1:3]):
-        arrays = arrays_of(case)
-        num_groups = int(arrays["index"].max()) + 1 if "index" in arrays else None
-        arrays["rewards"] = torch.where(arrays["response_mask"], arrays["rewards"], 0)
-        shard = Shard(arrays, form, split, groups)
-
-        local = shard.take(arrays)
-        mask = local["response_mask"]
-        # estimate() adds up the rewards of whole rows, without the mask.
-        local["rewards"] = torch.where(mask, local["rewards"], 0)
-        advantages, returns = estimate(case, local, layout=shard.layout, groups=groups, num_groups=num_groups)
-        for name, values in (("advantages", advantages), ("returns", returns)):
-            if values is not None and name in local:
-                torch.testing.assert_close(values[mask], local[name][mask], rtol=RTOL, atol=ATOL)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_golden_on_shards(ranks, layout):
-    ranks.run(golden_on_ranks, layout)
-
-
 @functools.cache
 def batch(seed=0, rows=12, length=29):
     """Random rows with holes, one empty and one full; values at tokens that do not count are NaN."""

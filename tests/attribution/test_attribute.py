@@ -179,6 +179,27 @@ def test_parts_are_autograd_of_each_parameter_alone(exact):
         assert part == pytest.approx(alone, rel=1e-9, abs=1e-12), name
 
 
+def test_the_excess_is_autograd_along_the_distance_to_the_intended_weights(exact):
+    intended = training_oracle.moved(exact.engine, 9, 0.001)
+    same = next(iter(intended))
+    intended[same] = exact.engine[same]
+    result = exact.attribute(intended_weights=intended, nodes=2)
+    assert result.parts == exact.attribute(nodes=2).parts
+
+    differences = exact.differences()
+    positions = [(1 - 3**-0.5) / 2, (1 + 3**-0.5) / 2]
+    for name, excess in result.excess.items():
+        expected = 0.0
+        for position in positions:
+            weights = {key: torch.lerp(exact.engine[key], exact.trainer[key], position) for key in exact.trainer}
+            weight = weights[name].requires_grad_()
+            (gradient,) = torch.autograd.grad((differences * exact.score(weights)).sum(), weight)
+            expected += float((gradient * (intended[name] - exact.engine[name])).sum()) / 2
+        assert excess == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+    assert result.excess[same] == 0
+    assert exact.attribute().excess is None
+
+
 def test_what_is_missing_falls_with_the_fourth_power_of_the_difference(exact):
     """The midpoint leaves the third order of Δ_t, times D_t."""
     missing = []
@@ -314,6 +335,28 @@ def test_a_planted_fault_is_first_in_the_list(fault):
     assert share > 0
 
 
+@pytest.mark.parametrize("fault", faults())
+def test_beside_fp8_a_planted_fault_is_all_of_the_excess(fault):
+    """Of the parts, fp8's own rounding has most."""
+    model, _ = trained()
+    weights = weights_of(model)
+    names, wrong, nodes = faults()[fault]
+    engine = quantized(weights | wrong, fp8_per_channel)
+    intended = quantized(weights, fp8_per_channel)
+    result = Batch().attribute(model, engine, nodes=nodes, intended_weights=intended)
+    assert {name for name, _ in result.largest_excess(len(weights))} <= set(names)
+    assert result.largest_excess(1)
+
+
+def test_an_engine_as_intended_has_no_excess():
+    model, _ = trained()
+    result = Batch().attribute(
+        model, quantized(weights_of(model), bf16), intended_weights=lambda _, weight: bf16(weight)
+    )
+    assert set(result.excess.values()) == {0.0}
+    assert result.largest_excess() == []
+
+
 def test_a_lora_update_that_bf16_rounds_away_is_all_of_the_mismatch():
     """The base weights are bfloat16, as published ones are; only the merged projection differs."""
     model = copy.deepcopy(trained()[0])
@@ -389,6 +432,7 @@ def test_a_gradient_of_zero_is_no_error_and_a_frozen_parameter_that_differs_is()
         ({}, {}, "engine_weights has no w"),
         ({"w": torch.zeros(2)}, {}, r"w is \(2,\), the trainer's \(3,\)"),
         ({"w": torch.zeros(3)}, {"nodes": 0}, "nodes is 0"),
+        ({"w": torch.zeros(3)}, {"intended_weights": {}}, "intended_weights has no w"),
     ],
 )
 def test_wrong_arguments_are_told(engine, more, match):

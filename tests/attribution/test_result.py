@@ -102,6 +102,13 @@ def test_metrics_are_shares_of_the_measured_sum():
     assert sum(kinds) + metrics["attribution/rest"] == pytest.approx(1)
 
 
+def test_the_largest_excess_has_either_sign_and_leaves_out_weights_as_intended():
+    result = Attribution(parts=dict.fromkeys("abc", 1.0), measured=4.0, excess={"a": 0.5, "b": 0.0, "c": -2.0})
+    assert result.largest_excess() == [("c", -0.5), ("a", 0.125)]
+    assert result.largest_excess(1) == [("c", -0.5)]
+    assert RESULT.largest_excess() == []
+
+
 def test_nothing_measured_is_no_division_by_zero():
     nothing = Attribution(parts={"lm_head.weight": 0.0}, measured=0.0)
     assert nothing.metrics() == {"attribution/explained": 0.0, "attribution/rest": 0.0, "attribution/head": 0.0}

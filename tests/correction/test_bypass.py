@@ -247,22 +247,6 @@ def test_a_bad_token_is_the_same_error_on_all_ranks(ranks):
     assert "training log-prob of sample 3 of data-parallel rank 1" in messages[0]
 
 
-def step_that_one_rank_has_not_counted():
-    groups = ParallelGroups.from_megatron()
-    correction = RolloutCorrection(bypass("token"), groups, loss=PolicyLossConfig())
-    train = torch.full((2, WIDTH), -1.0)
-    correction.plan(PlanInputs(None, train, train < 0))
-    if group_rank(groups.dp_cp) == 0:
-        correction.in_loss(train, train - 0.1, train < 0)
-    return outcome(correction.finish_step)
-
-
-def test_a_step_that_one_rank_has_not_counted_is_the_same_error_on_all(ranks):
-    messages = ranks.run(step_that_one_rank_has_not_counted, Layout(dp=2))
-    assert set(messages) == {messages[0]}
-    assert "micro-batch" in messages[0]
-
-
 def test_steps_do_not_mix_and_their_metrics_merge():
     batch, expected = clear_batch("token")
     correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())

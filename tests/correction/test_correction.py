@@ -26,22 +26,22 @@ WAYS = (
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_matches_the_oracle(name):
-    batch, found = clear_batch(name)
-    given = (batch.train, batch.rollout, batch.mask)
-    before = [tensor.clone() for tensor in given]
+    batch, expected = clear_batch(name)
+    inputs = (batch.train, batch.rollout, batch.mask)
+    before = [tensor.clone() for tensor in inputs]
     result = correct(name, batch)
     result.check()
-    assert_same(result, found)
-    for now, was in zip(given, before, strict=True):
+    assert_same(result, expected)
+    for now, was in zip(inputs, before, strict=True):
         torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["token icepop", "turns"])
 def test_weights_that_are_only_measured_are_measured_alike(name):
     batch, _ = clear_batch(name)
-    given = batch.train, batch.rollout, batch.mask
+    inputs = batch.train, batch.rollout, batch.mask
     configs = [dataclasses.replace(config_of(name), rollout_is_apply=apply) for apply in (True, False)]
-    applied, measured = (correct_rollouts(*given, config, **batch.sides, **sizes(batch)) for config in configs)
+    applied, measured = (correct_rollouts(*inputs, config, **batch.sides, **sizes(batch)) for config in configs)
     assert applied.weights is not None
     assert measured.weights is None
     assert torch.equal(measured.measured_weights, applied.weights)
@@ -52,11 +52,11 @@ def test_weights_that_are_only_measured_are_measured_alike(name):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_float32_is_as_near_as_float32_can_be(name):
-    batch, found = clear_batch(name)
+    batch, expected = clear_batch(name)
     batch = dataclasses.replace(batch, train=batch.train.float(), rollout=batch.rollout.float())
     result = correct(name, batch)
     assert result.weights is None or result.weights.dtype == torch.float32
-    assert_same(result, found, rel=2e-6)
+    assert_same(result, expected, rel=2e-6)
 
 
 def test_extreme_ratios_stay_finite():
@@ -118,12 +118,12 @@ def as_parts(batch, pieces):
 @pytest.mark.parametrize("name", WAYS)
 def test_lists_of_micro_batches_are_one_batch(name):
     pieces = [5, 0, 1, 6]
-    batch, found = clear_batch(name)
+    batch, expected = clear_batch(name)
     train, rollout, mask, sides = as_parts(batch, pieces)
     result = correct_rollouts(train, rollout, mask, config_of(name), **sides, **sizes(batch))
     assert [part.shape[0] for part in result.mask] == pieces
     weights = None if result.weights is None else torch.cat(result.weights)
-    assert_same(dataclasses.replace(result, mask=torch.cat(result.mask), weights=weights), found)
+    assert_same(dataclasses.replace(result, mask=torch.cat(result.mask), weights=weights), expected)
 
 
 @pytest.mark.parametrize("shapes", [[(2, 2048), (4, 0), (2, 2062), (1, 64)], [(3, 0), (0, 64)]], ids=str)
@@ -146,8 +146,8 @@ def test_micro_batches_of_different_widths_add_up(shapes):
 @pytest.mark.parametrize("name", WAYS)
 def test_the_size_of_a_block_changes_nothing(name, monkeypatch):
     use_blocks(monkeypatch, 5)
-    batch, found = clear_batch(name)
-    assert_same(correct(name, batch), found)
+    batch, expected = clear_batch(name)
+    assert_same(correct(name, batch), expected)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
     """One graph, traced and run without a C++ compiler."""
     calls = trace_blocks(monkeypatch)
     use_blocks(monkeypatch, num_tokens)
-    batch, found = clear_batch(name)
-    assert_same(correct(name, batch, compile=True), found)
+    batch, expected = clear_batch(name)
+    assert_same(correct(name, batch, compile=True), expected)
     assert calls
 
 
@@ -179,7 +179,7 @@ def trace_blocks(monkeypatch):
             return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(chain, "_compiled_block", functools.cache(chain._compiled_block.__wrapped__))
+    monkeypatch.setattr(chain, "compiled_block", functools.cache(chain.compiled_block.__wrapped__))
     return calls
 
 
@@ -213,11 +213,11 @@ def test_a_response_of_bad_tokens_alone_is_a_lost_one():
 def test_packed_tokens_give_the_same(name, monkeypatch):
     """Rows cut to different lengths, none at all among them, one after the other."""
     use_blocks(monkeypatch, 7)
-    batch, found = clear_batch(name)
-    packed, layout, kept = pack(batch)
+    batch, expected = clear_batch(name)
+    packed, layout, is_packed = pack(batch)
     result = correct(name, packed, layout=layout)
     weights = result.weights
     if weights is not None:
-        weights = torch.zeros(ROWS, WIDTH, dtype=weights.dtype).masked_scatter(kept, weights)
-    mask = torch.zeros_like(kept).masked_scatter(kept, result.mask)
-    assert_same(dataclasses.replace(result, mask=mask, weights=weights), found)
+        weights = torch.zeros(ROWS, WIDTH, dtype=weights.dtype).masked_scatter(is_packed, weights)
+    mask = torch.zeros_like(is_packed).masked_scatter(is_packed, result.mask)
+    assert_same(dataclasses.replace(result, mask=mask, weights=weights), expected)

@@ -19,14 +19,14 @@ def numbered(micro_batches):
 
 def reordered(training, plan):
     """Every input one row further, and the plan's results at the rows that they had."""
-    other = Training("decoupled")
+    shifted = Training("decoupled")
     for name in ("old", "rollout", "mask", "advantages"):
-        setattr(other, name, getattr(training, name).roll(1, dims=0))
-    return plan.micro_batches(listed(other))[:2]
+        setattr(shifted, name, getattr(training, name).roll(1, dims=0))
+    return plan.micro_batches(listed(shifted))[:2]
 
 
-def changed(one, **values):
-    return dataclasses.replace(one, **values)
+def changed(micro_batch, **values):
+    return dataclasses.replace(micro_batch, **values)
 
 
 WRONG = {
@@ -60,9 +60,9 @@ CONFIGS = {
 )
 def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
     training = Training("decoupled", CONFIGS[fields])
-    known = Training("decoupled", CONFIGS[fields])
+    undisturbed = Training("decoupled", CONFIGS[fields])
     plan, made = planned(training)
-    wanted, _ = known.step(known.planned(), 0)
+    expected_gradient, _ = undisturbed.step(undisturbed.planned(), 0)
     micro_batches = wrong_micro_batches(wrong, training, plan, made)
     scale = plan.loss_scale(0, num_microbatches=len(micro_batches))
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
             run(training, scale, numbered(micro_batches))
     training.correction.reset_step()
     run(training, plan.loss_scale(0, num_microbatches=2), numbered(made[:2]))
-    torch.testing.assert_close(training.model.gradient, wanted, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(training.model.gradient, expected_gradient, rtol=1e-12, atol=1e-15)
     if fields == "token":
         torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
@@ -78,10 +78,10 @@ def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
 def test_a_scale_of_another_corrections_plan_is_refused():
     """Even where that one has the same configuration: it counts the steps of its own."""
     training = Training("decoupled")
-    other = Training("decoupled")
+    another_training = Training("decoupled")
     plan, made = planned(training)
     with pytest.raises(ValueError, match="from the plan of another correction"):
-        run(training, other.scale(other.planned(), 0), numbered(made[:2]))
+        run(training, another_training.scale(another_training.planned(), 0), numbered(made[:2]))
     training.correction.reset_step()
     run(training, plan.loss_scale(0, num_microbatches=2), numbered(made[:2]))
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
@@ -97,8 +97,8 @@ def test_masked_rows_and_empty_mini_batches_train_as_before(rows):
         gradient, _ = training.step(plan, mini_batch)
         is_empty = not training.mask[4 * mini_batch : 4 * mini_batch + 4].any()
         assert plan.skips(mini_batch) == is_empty
-        wanted = torch.zeros_like(gradient) if is_empty else training.expected(mini_batch)
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
+        expected_gradient = torch.zeros_like(gradient) if is_empty else training.expected(mini_batch)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
 
 
 def test_a_scale_is_taken_from_a_checked_plan_alone():
@@ -140,7 +140,7 @@ def one_rank_errs(wrong):
 @pytest.mark.parametrize("wrong", ["one twice, one missing", "doubled weights"])
 def test_what_one_rank_does_wrongly_is_the_same_error_on_all(ranks, wrong):
     """Both hold the same rows, so that the gradient of each is the one of a single process."""
-    (first, error), (second, other) = ranks.run(one_rank_errs, Layout(dp=2), wrong)
+    (first, error), (second, second_error) = ranks.run(one_rank_errs, Layout(dp=2), wrong)
     assert first == second
     assert all("call reset_step() on every rank" in message for message in first)
-    assert torch.cat([error, other]).abs().max() < 1e-12
+    assert torch.cat([error, second_error]).abs().max() < 1e-12

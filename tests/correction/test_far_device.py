@@ -53,13 +53,13 @@ def test_a_packed_layout_is_sent_once():
     layout = SequenceLayout.packed([0, 3, 3, 8])
     with far_device() as device:
         values = torch.arange(8.0).to(GPU)
-        each = torch.arange(3.0).to(GPU)
+        per_sequence = torch.arange(3.0).to(GPU)
         device.waits.clear()
         work = []
         for _ in range(2):
             device.kernels = 0
             sums = layout.sum_sequences(values)
-            spread = layout.expand(each)
+            spread = layout.expand(per_sequence)
             work.append(device.kernels)
         assert work[1] == work[0] - 1
         assert not device.waits
@@ -72,21 +72,21 @@ def test_a_plan_in_both_modes():
     batch, _ = clear_batch("nothing")
     for fields in ({}, {"bypass_mode": True, "loss_type": "reinforce"}):
         config = RolloutCorrectionConfig(rollout_is="token", **fields)
-        found = []
+        metrics_by_device = []
         with far_device() as device:
-            for each in (batch, moved(batch, GPU)):
+            for batch_on_device in (batch, moved(batch, GPU)):
                 correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
                 device.waits.clear()
-                train = None if config.bypass_mode else each.train
-                plan = correction.plan(PlanInputs(train, each.rollout, each.mask))
+                train = None if config.bypass_mode else batch_on_device.train
+                plan = correction.plan(PlanInputs(train, batch_on_device.rollout, batch_on_device.mask))
                 plan.check()
                 assert sum(device.waits.values()) <= 1
                 if config.bypass_mode:
-                    correction.in_loss(each.train, each.rollout, each.mask)
+                    correction.in_loss(batch_on_device.train, batch_on_device.rollout, batch_on_device.mask)
                     correction.finish_step()
                     device.waits.clear()
-                    found.append(correction.step.metrics())
+                    metrics_by_device.append(correction.step.metrics())
                     assert sum(device.waits.values()) <= 1
                 else:
-                    found.append(plan.metrics())
-        assert found[1] == pytest.approx(found[0], rel=1e-9, abs=1e-9)
+                    metrics_by_device.append(plan.metrics())
+        assert metrics_by_device[1] == pytest.approx(metrics_by_device[0], rel=1e-9, abs=1e-9)

@@ -56,11 +56,11 @@ def inputs_of(case):
 @functools.cache
 def golden(generation):
     """[(case, config, a function from a config to its result)] of one generation."""
-    found = []
+    golden_cases = []
     for case in cases("rollout_correction", generation=generation):
         run = functools.cache(functools.partial(correct_rollouts, *inputs_of(case)))
-        found.append((case, config_of(case), run))
-    return found
+        golden_cases.append((case, config_of(case), run))
+    return golden_cases
 
 
 def assert_weights_and_mask(case, config, result):
@@ -89,8 +89,10 @@ def test_weights_and_masks(generation):
 def upside_down(config):
     """The fields whose k1 bounds are on 1/ρ."""
     bounds = [
-        f"{math.exp(-one.upper)}_{math.exp(-one.lower)}" if one.name.endswith("k1") else str(one.upper)
-        for one in config.criteria
+        f"{math.exp(-criterion.upper)}_{math.exp(-criterion.lower)}"
+        if criterion.name.endswith("k1")
+        else str(criterion.upper)
+        for criterion in config.criteria
     ]
     return {"rollout_rs_threshold": ",".join(bounds), "rollout_rs_threshold_lower": None}
 

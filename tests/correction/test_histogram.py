@@ -21,9 +21,9 @@ def usable(batch):
     return batch.mask & (both.isfinite() & (both <= 1e-4)).all(0)
 
 
-def weights_of(found, counted):
+def weights_of(expected, counted):
     """The oracle's weights of tokens, and their means of sequences."""
-    weights = torch.tensor(found.weights_unnormalized, dtype=torch.float64)
+    weights = torch.tensor(expected.weights_unnormalized, dtype=torch.float64)
     rows = zip(weights, counted, strict=True)
     return weights[counted].tolist(), [row[valid].mean().item() for row, valid in rows if valid.any()]
 
@@ -102,14 +102,14 @@ SHOWN = [
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_distributions_count_what_the_oracle_has(name):
-    batch, found = clear_batch(name)
+    batch, expected = clear_batch(name)
     config = config_of(name)
     got = correct(name, batch).distributions()
     prefix = config.metric_prefix
     logs = (batch.train.double() - batch.rollout.double())[usable(batch)].clamp(-32, 32).tolist()
     assert_counts_of(got.pop(f"{prefix}log_ratio"), logs, log_widened)
     if config.rollout_is is not None:
-        weights, per_sequence = weights_of(found, usable(batch))
+        weights, per_sequence = weights_of(expected, usable(batch))
         assert_counts_of(got.pop(f"{prefix}rollout_is_seq"), per_sequence, weight_widened)
         # Weights of sequences have one of tokens, and those of tokens without bounds by staleness.
         of_sequences = config.rollout_is in ("sequence", "geometric")

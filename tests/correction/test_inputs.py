@@ -175,8 +175,8 @@ def test_rollout_log_probs_that_are_all_zero_are_refused(value):
     correct_rollouts(**tensors, config=config_of("token"), allow_zero_log_probs=True).check()
 
 
-@pytest.mark.parametrize(("place", "value"), [((0, 8), -1e-30), ((0, 0), 1e-9)])
-def test_eight_zeros_and_zeros_among_others_are_honest(place, value):
+@pytest.mark.parametrize(("position", "value"), [((0, 8), -1e-30), ((0, 0), 1e-9)])
+def test_eight_zeros_and_zeros_among_others_are_honest(position, value):
     config = config_of("token")
     eight_zeros = with_zeros(length=8, num_sequences=5)
     correct_rollouts(**eight_zeros, config=config).check()
@@ -186,7 +186,7 @@ def test_eight_zeros_and_zeros_among_others_are_honest(place, value):
     correct_rollouts(**arguments() | {"train_log_probs": rounded}, config=config).check()
 
     nine_tokens = with_zeros(length=9, num_sequences=1)
-    nine_tokens["rollout_log_probs"][place] = value
+    nine_tokens["rollout_log_probs"][position] = value
     correct_rollouts(**nine_tokens, config=config).check()
 
 

@@ -18,8 +18,8 @@ def formula(log_p, log_q):
         p = Decimal(log_p).exp()
         q = Decimal(log_q).exp()
         this = (p / q).ln()
-        other = ((1 - p) / (1 - q)).ln()
-        return float(max(p * this + (1 - p) * other, -q * this - (1 - q) * other))
+        log_ratio_of_others = ((1 - p) / (1 - q)).ln()
+        return float(max(p * this + (1 - p) * log_ratio_of_others, -q * this - (1 - q) * log_ratio_of_others))
 
 
 def tensors(pairs):

@@ -37,7 +37,7 @@ def reference(train, rollout, mask, advantages):
     loss = 0.0
     gradient = torch.zeros_like(train)
     for i, valid in enumerate(mask.tolist()):
-        tokens = [t for t, one in enumerate(valid) if one]
+        tokens = [t for t, is_sampled in enumerate(valid) if is_sampled]
         logs = {t: float(train[i, t]) - float(rollout[i, t]) for t in tokens}
         if not tokens or not LOW <= math.exp(math.fsum(logs.values()) / len(tokens)) <= HIGH:
             continue
@@ -67,7 +67,7 @@ def test_loss_and_gradient_are_those_of_the_reference():
     assert loss.item() == pytest.approx(want, rel=1e-12)
     torch.testing.assert_close(gradient, of_reference, rtol=1e-12, atol=1e-15)
     # With the tokens that are left as the divisor every step would be larger.
-    other = aggregate_loss(losses, result.mask, "token-mean")
-    assert other.item() == pytest.approx(want * mask.sum().item() / result.mask.sum().item(), rel=1e-12)
+    loss_of_accepted = aggregate_loss(losses, result.mask, "token-mean")
+    assert loss_of_accepted.item() == pytest.approx(want * mask.sum().item() / result.mask.sum().item(), rel=1e-12)
     assert result.denominators[0, :3].tolist() == [mask.sum(), 7, result.mask.sum()]
     assert result.sequence_lengths.tolist() == mask.sum(1).tolist()

@@ -33,13 +33,13 @@ def test_the_correction_is_that_of_scores_that_were_known_before():
     assert correction.corrects_in_loss
     assert correction.scales_gradients
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
-    found = correction.in_loss(TRAIN.clone().requires_grad_(), ROLLOUT, MASK, rewards=rewards)
-    weights, mask, lengths = found
+    corrected = correction.in_loss(TRAIN.clone().requires_grad_(), ROLLOUT, MASK, rewards=rewards)
+    weights, mask, lengths = corrected
     assert torch.equal(weights, want.weights)
     assert torch.equal(mask, want.mask)
     assert torch.equal(lengths, want.sequence_lengths)
-    assert torch.equal(found.old_log_probs, TRAIN)
-    assert not found.old_log_probs.requires_grad
+    assert torch.equal(corrected.old_log_probs, TRAIN)
+    assert not corrected.old_log_probs.requires_grad
     assert float(correction.finish_step()) == 5 / float(want.accepted_tokens)
     correction.step.check()
     assert correction.step.metrics() == pytest.approx(want.metrics(), rel=1e-12)

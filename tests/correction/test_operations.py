@@ -3,24 +3,26 @@
 import pytest
 import torch
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.tokens import WHOLE
+from megatron_rc import PlanInputs, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction.inputs import AgreedCounts, collect_shards
+from megatron_rc.correction.tokens import WHOLE, token_blocks
+from megatron_rc.measures.data import first_bad_keys, key_ids
 from tests.support.far_device import GPU, far_device
 from tests.support.operations import count_operations
 
 # For each configuration the most operations of correct_rollouts(), check() and metrics().
 MOST = {
-    "token weights": ({"rollout_is": "token"}, 125),
+    "token weights": ({"rollout_is": "token"}, 120),
     "token weights, geometric criterion": (
         {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99_1.01"},
-        165,
+        157,
     ),
     "token weights, token criterion": (
         {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
-        145,
+        140,
     ),
-    "sequence weights": ({"rollout_is": "sequence"}, 145),
-    "weights of turns": ({"rollout_is": "turn"}, 180),
+    "sequence weights": ({"rollout_is": "sequence"}, 140),
+    "weights of turns": ({"rollout_is": "turn"}, 175),
 }
 
 
@@ -52,6 +54,21 @@ def test_few_operations_correct_a_batch(name, far):
         correct(batch, config)
         counts = count_operations(lambda: correct(batch, config))
     assert sum(counts.values()) <= most, counts
+
+
+def test_six_operations_locate_a_bad_token():
+    """Besides the count of such tokens; on the first data-parallel rank, or with sequence ids."""
+    shards = collect_shards(PlanInputs(*make_batch()), AgreedCounts())
+    ids = key_ids(shards)
+    ((_, block, tokens),) = token_blocks(shards, RolloutCorrectionConfig(rollout_is="token"))
+    bad = tokens.mask & (tokens.log_probs[0] < -1)
+
+    def locate():
+        return first_bad_keys(tokens, bad, shards.parts[0], block, shards, ids)
+
+    locate()
+    counts = count_operations(locate)
+    assert sum(counts.values()) <= 6, counts
 
 
 def test_more_tokens_take_no_more_operations_until_they_are_several_blocks():

@@ -108,8 +108,8 @@ def correct_split(batch, config, sizes, replicas, cp_size, split):
     if config.needs_prompts:
         prompts = added([group_sums(local, over_cp[replica]) for (replica, _), local in shards.items()])
     batches = {key: batch_sums(local, over_cp[key[0]], prompts) for key, local in shards.items()}
-    header = added([found.pair for found in batches.values()])
-    results = {key: finish(found, header) for key, found in batches.items()}
+    header = added([sums.pair for sums in batches.values()])
+    results = {key: finish(sums, header) for key, sums in batches.items()}
     weights = torch.zeros_like(batch[TRAIN])
     mask = torch.zeros_like(batch["response_mask"])
     for (replica, rank), result in results.items():
@@ -128,18 +128,18 @@ def assert_equal(got, result):
     torch.testing.assert_close(weights, result.weights, rtol=ROUNDING, atol=1e-15)
     assert torch.equal(mask, result.mask)
     assert torch.equal(denominators, result.denominators)
-    wanted = result.metrics()
-    assert metrics.keys() == wanted.keys()
-    for key, value in wanted.items():
+    expected_metrics = result.metrics()
+    assert metrics.keys() == expected_metrics.keys()
+    for key, value in expected_metrics.items():
         rounding = 1e-9
         if key.endswith("_std"):
             # The difference v of two moments of w - 1, rounded to e. √(v + e) - √v is at most e/√v, and at most √e:
             # what is clamped alike at either end, to 5e8 or 2e-9, has a spread of 0 or of that rounding.
-            error = 1e-15 * (1 + wanted[key.removesuffix("std") + "mean"]) ** 2
+            error = 1e-15 * (1 + expected_metrics[key.removesuffix("std") + "mean"]) ** 2
             rounding = max(rounding, min(error / value, math.sqrt(error)) if value else math.sqrt(error))
         if key.endswith("eff_sample_size") and config.rollout_is == "token" and value:
             # mean² / E[w²], whose denominator of token weights is rounded by the same e.
-            mean = wanted[key.removesuffix("eff_sample_size") + "mean"]
+            mean = expected_metrics[key.removesuffix("eff_sample_size") + "mean"]
             rounding = max(rounding, min(1.0, value**2 * 1e-15 * (1 + mean) ** 2 / mean**2))
         assert metrics[key] == pytest.approx(value, rel=1e-9, abs=rounding), key
 
@@ -202,10 +202,10 @@ def test_fillers_change_no_bit(batch, name, filler):
     for key in (TRAIN, ROLLOUT):
         filled[key] = torch.where(batch["response_mask"], batch[key], filler)
     result = correct(batch, name)
-    other = correct(filled, name)
-    assert torch.equal(result.weights, other.weights)
-    assert torch.equal(result.mask, other.mask)
-    assert torch.equal(numbers(result), numbers(other))
+    result_of_filled = correct(filled, name)
+    assert torch.equal(result.weights, result_of_filled.weights)
+    assert torch.equal(result.mask, result_of_filled.mask)
+    assert torch.equal(numbers(result), numbers(result_of_filled))
 
 
 @settings(max_examples=20, deadline=None)

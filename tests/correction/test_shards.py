@@ -60,7 +60,7 @@ def correct_shards(batches, split, form):
     """For each case on one rank: (rows, positions, weights, mask, the result's numbers)."""
     groups = ParallelGroups.from_megatron()
     rows = my_rows(split)
-    found = {}
+    results = {}
     for name, batch in batches.items():
         pieces = list(rows.split(3)) or [rows] if form == "lists" else [rows]
         parts = [my_part(batch.rows(piece), form) for piece in pieces]
@@ -79,8 +79,8 @@ def correct_shards(batches, split, form):
             weights = torch.cat([part.reshape(-1) for part in (weights if form == "lists" else [weights])])
         numbers = (result.denominators, result.skip, result.sequence_lengths, result.metrics())
         places = my_places(rows, my_layout(row_lengths(batch.rows(rows), form), form))
-        found[name] = (rows, places, weights, mask, numbers)
-    return found
+        results[name] = (rows, places, weights, mask, numbers)
+    return results
 
 
 # What crosses the borders of slices and of replicas: sums, maxima, prefixes, turns, prompts.
@@ -110,11 +110,11 @@ def assert_as_expected(everywhere, clear):
     """The oracle's numbers for each case on every rank, as :func:`correct_shards` gives them."""
     for name, (_, expected) in clear.items():
         for rank in everywhere:
-            rows, place, weights, mask, numbers = rank[name]
+            rows, places, weights, mask, numbers = rank[name]
             denominators, skip, lengths, metrics = numbers
-            assert torch.equal(mask, torch.tensor(expected.mask)[place])
+            assert torch.equal(mask, torch.tensor(expected.mask)[places])
             if weights is not None:
-                want = torch.tensor(expected.weights, dtype=torch.float64)[place]
+                want = torch.tensor(expected.weights, dtype=torch.float64)[places]
                 torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-12)
             assert denominators.tolist() == expected.denominators
             assert skip.tolist() == expected.skip
@@ -126,7 +126,7 @@ def assert_as_expected(everywhere, clear):
 def count_collectives(names, length):
     """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
     groups = ParallelGroups.from_megatron()
-    found = {}
+    calls_by_name = {}
     where = cp_place()
     layout = SequenceLayout.padded(2, length // where["cp_size"], **where)
     for name in names:
@@ -141,15 +141,17 @@ def count_collectives(names, length):
             result = correct_rollouts(train, train - 0.1, mask, config_of(name), layout, groups, num_groups=2, **sides)
             result.check()
             result.metrics()
-        found[name] = seen
-    return found
+        calls_by_name[name] = seen
+    return calls_by_name
 
 
 def budget(name, layout):
     """The kinds and group sizes of the collectives that one correction may make."""
     criteria = config_of(name).criteria
     # Weights of prefixes exchange one number for each chunk of a sequence, turns the ids at its ends before.
-    turns = CASES[name].settings.get("level", "").startswith("turn") or any(one.unit == "turn" for one in criteria)
+    turns = CASES[name].settings.get("level", "").startswith("turn") or any(
+        criterion_of_case.unit == "turn" for criterion_of_case in criteria
+    )
     of_tokens = 2 if turns else int(CASES[name].settings.get("level") in ("prefix", "min_prefix"))
     calls = [("SUM", layout.cp)] * (1 + of_tokens)
     if any("seq_max" in criterion.name for criterion in criteria):
@@ -199,8 +201,8 @@ def test_a_bad_token_on_one_rank_is_the_same_error_on_all(ranks, policy, value, 
 def test_without_ids_the_error_names_the_replica(ranks):
     messages = ranks.run(check_bad_token, Layout(cp=2, dp=2), "rollout", math.nan, False)
     assert set(messages) == {messages[0]}
-    for words in ("sample 2 of data-parallel rank 1", "sequence_ids", "position 9"):
-        assert words in messages[0]
+    for fragment in ("sample 2 of data-parallel rank 1", "sequence_ids", "position 9"):
+        assert fragment in messages[0]
 
 
 LOSS = PolicyLossConfig()

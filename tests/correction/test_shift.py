@@ -54,8 +54,8 @@ def test_a_shift_is_refused_and_named(shape, noise, lag):
 @pytest.mark.parametrize("num_pairs", [MIN_PAIRS - 1, MIN_PAIRS])
 def test_few_pairs_prove_nothing(lag, num_pairs):
     train, rollout, _ = make_batch(shape=(1, num_pairs + 1), holes=0)
-    found = lag_of(train, rollout.roll(lag, dims=1), torch.ones_like(train, dtype=torch.bool))
-    assert found == (lag if num_pairs == MIN_PAIRS else 0)
+    reported_lag = lag_of(train, rollout.roll(lag, dims=1), torch.ones_like(train, dtype=torch.bool))
+    assert reported_lag == (lag if num_pairs == MIN_PAIRS else 0)
 
 
 @pytest.mark.parametrize("num_different", [MIN_DIFFERENT - 10, 2 * MIN_DIFFERENT])
@@ -130,14 +130,14 @@ def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
     values = make_batch(shape=(shape[0], 4 * trained))[:2]
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[:, shape[1] // 2 :][:, :trained] = True
-    train, rollout = (torch.zeros(shape).masked_scatter_(mask, one[:, :trained]) for one in values)
+    train, rollout = (torch.zeros(shape).masked_scatter_(mask, log_probs[:, :trained]) for log_probs in values)
     late = torch.zeros(shape).masked_scatter_(mask, values[1].roll(1, dims=1)[:, :trained])
     layout = None
     if packed:
         layout = SequenceLayout.packed(range(0, mask.numel() + 1, shape[1]))
-        train, rollout, late, mask = (one.view(-1) for one in (train, rollout, late, mask))
-    for given, lag in ((rollout, 0), (late, 1)):
-        assert lag_of(train, given, mask, layout) == lag
+        train, rollout, late, mask = (log_probs.view(-1) for log_probs in (train, rollout, late, mask))
+    for rollout_log_probs, lag in ((rollout, 0), (late, 1)):
+        assert lag_of(train, rollout_log_probs, mask, layout) == lag
 
 
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 3.0])

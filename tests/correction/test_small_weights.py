@@ -100,13 +100,3 @@ def test_weights_without_digits_in_a_float32_gradient_are_not_divided_in_the_los
     metrics = plan.metrics() if mode == "decoupled" else training.correction.step.metrics()
     assert gradient.isfinite().all()
     assert metrics[f"{PREFIX}batch_norm_skipped"] == float(mode == "bypass")
-
-
-def test_float32_weights_of_0_are_the_plans_weights():
-    """The plan's sum of weights, of e⁻²⁵² and less, is float64; float32 has no such numbers."""
-    training = far_training("decoupled", -280.0)
-    training.rollout, training.old = training.rollout.float(), training.old.float()
-    plan = training.planned()
-    assert not plan.weights.any()
-    gradient, _ = training.step(plan, 0)
-    assert not gradient.any()

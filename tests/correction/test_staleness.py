@@ -22,12 +22,14 @@ def test_tokens_that_do_not_count_have_no_age():
     """Versions in the padding may be anything, and a bad token's is not looked at."""
     batch, _ = clear_batch("token by staleness")
     versions = batch.sides["policy_versions"]
-    for other in (-1000, 10**6):
-        sides = batch.sides | {"policy_versions": torch.where(batch.mask, versions, other)}
-        found, want = (correct("token by staleness", dataclasses.replace(batch, sides=s)) for s in (sides, batch.sides))
-        assert torch.equal(numbers(found), numbers(want))
-        assert torch.equal(found.mask, want.mask)
-        assert torch.equal(found.weights, want.weights)
+    for filler in (-1000, 10**6):
+        sides = batch.sides | {"policy_versions": torch.where(batch.mask, versions, filler)}
+        filled, want = (
+            correct("token by staleness", dataclasses.replace(batch, sides=s)) for s in (sides, batch.sides)
+        )
+        assert torch.equal(numbers(filled), numbers(want))
+        assert torch.equal(filled.mask, want.mask)
+        assert torch.equal(filled.weights, want.weights)
 
 
 BASE = {"rollout_is": "token"}
@@ -58,10 +60,10 @@ def test_without_versions_it_is_an_error_on_every_stage():
     with pytest.raises(ValueError, match=r"rollout_staleness_scale=.*policy_versions=.*current_version="):
         correct_rollouts(ZEROS, ZEROS, MASK, config)
     bypass = dataclasses.replace(config, bypass_mode=True)
-    for one in (config, bypass):
-        correction = RolloutCorrection(one, ParallelGroups(), loss=PolicyLossConfig())
+    for config_of_mode in (config, bypass):
+        correction = RolloutCorrection(config_of_mode, ParallelGroups(), loss=PolicyLossConfig())
         with pytest.raises(ValueError, match=r"rollout_staleness_scale=.*policy_versions="):
-            correction.plan(PlanInputs(None if one.bypass_mode else ZEROS, ZEROS, MASK))
+            correction.plan(PlanInputs(None if config_of_mode.bypass_mode else ZEROS, ZEROS, MASK))
 
 
 def test_the_launcher_asks_for_rollouts_of_that_age(tmp_path):

@@ -2,19 +2,16 @@
 
 import contextlib
 import dataclasses
-import gc
 
 import pytest
 import torch
 
 from megatron_rc import (
-    MicroBatch,
     PlanInputs,
     StepError,
     masked_loss,
     wrap_finalize,
 )
-from megatron_rc.parallel import SequenceLayout
 from megatron_rc.parallel.collectives import on_host
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
@@ -172,57 +169,11 @@ def test_what_fills_a_step_may_be_of_any_mini_batch(training):
     torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
-def test_two_schedules_add_up_where_nothing_is_scaled():
-    training = Training("decoupled")
-    plan = training.planned()
-    training.model.zero_grad_buffer()
-    for mini_batch in range(2):
-        training.schedule(plan, mini_batch)
-    expected_sum = training.expected(0) + training.expected(1)
-    torch.testing.assert_close(training.model.gradient, expected_sum, rtol=1e-12, atol=1e-15)
-
-
 def test_a_wrapped_function_is_not_wrapped_again(training):
     with pytest.raises(ValueError, match="ends the steps of this correction already"):
         wrap_finalize(training.correction, training.finalize)
     # Another correction may wrap it.
     wrap_finalize(Training(training.mode).correction, training.finalize)
-
-
-def test_a_step_keeps_no_token():
-    """The numbers of a step are added up when a loss is made, so that they do not grow with the tokens."""
-    training = Training("bypass", CONFIG | {"rollout_is": "sequence"})
-    correction = training.correction
-    num_rows = 4
-    length = 2**14
-    rollout = torch.full((num_rows, length), -1.0)
-    layout = SequenceLayout.padded(num_rows, length)
-    plan = correction.plan(PlanInputs(None, [rollout] * 3, [rollout < 0] * 3))
-    scale = plan.loss_scale(num_microbatches=3)
-
-    def num_tensors_of_tokens():
-        gc.collect()
-        # By type(): some objects of other packages warn when they are asked for their class.
-        tensors = [candidate for candidate in gc.get_objects() if type(candidate) is torch.Tensor]
-        return sum(tensor.numel() == num_rows * length for tensor in tensors)
-
-    def run_micro_batch():
-        log_probs = torch.full_like(rollout, -1.1, requires_grad=True)
-        micro_batch = MicroBatch(
-            train_log_probs=None,
-            rollout_log_probs=rollout,
-            response_mask=rollout < 0,
-            layout=layout,
-            advantages=torch.ones(num_rows),
-        )
-        loss, _, _ = masked_loss(correction, micro_batch, log_probs, entropy=None, scale=scale)
-        loss.backward()
-
-    num_before = num_tensors_of_tokens()
-    for _ in range(3):
-        run_micro_batch()
-    assert num_tensors_of_tokens() == num_before
-    assert correction.finish_step() == 1
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "log_probs"])
@@ -256,28 +207,6 @@ def test_buffers_may_be_filled_anew_within_a_step(name):
     assert on_host(training.correction.step.header) == on_host(unshared.correction.step.header)
 
 
-def test_micro_batches_of_a_step_may_give_values_by_sequence_or_by_token():
-    by_sequence = Training("bypass")
-    mixed = Training("bypass")
-    make_by_sequence = mixed.micro_batch
-
-    def make_first_by_token(plan, rows):
-        """Return a micro-batch; the first one of a step has an advantage for each token, and ids."""
-        micro_batch = make_by_sequence(plan, rows)
-        if rows[0] != 0:
-            return micro_batch
-        token_advantages = micro_batch.layout.expand(micro_batch.advantages)
-        return dataclasses.replace(micro_batch, advantages=token_advantages, sequence_ids=torch.arange(2))
-
-    mixed.micro_batch = make_first_by_token
-    gradient, _ = mixed.step(mixed.planned(), 0)
-    expected_gradient, _ = by_sequence.step(by_sequence.planned(), 0)
-    assert torch.equal(gradient, expected_gradient)
-    metrics = mixed.correction.step.metrics()
-    expected_metrics = by_sequence.correction.step.metrics()
-    assert metrics == pytest.approx(expected_metrics, rel=1e-12)
-
-
 def test_a_step_of_nothing_is_refused_where_the_loss_corrects():
     training = Training("bypass")
     plan = training.planned()
@@ -287,16 +216,6 @@ def test_a_step_of_nothing_is_refused_where_the_loss_corrects():
         training.finalize([training.model])
     gradient, _ = training.step(plan, 0)
     torch.testing.assert_close(gradient, training.expected(0), rtol=1e-12, atol=1e-15)
-
-
-def test_weights_that_the_config_applies_must_be_given():
-    training = Training("decoupled")
-    plan = training.planned()
-    micro_batch = training.micro_batch(plan, range(2))
-    without_weights = dataclasses.replace(micro_batch, weights=None)
-    scale = training.scale(plan, 0)
-    with pytest.raises(ValueError, match=r"rollout_is='token' applies weights, and the micro-batch has none"):
-        masked_loss(training.correction, without_weights, training.model(range(2)), entropy=None, scale=scale)
 
 
 PER_TOKEN_LOSS = {"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}
@@ -315,19 +234,6 @@ PER_TOKEN_LOSS = {"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_l
 def test_scales_that_cannot_be_are_refused(training, arguments, message):
     with pytest.raises(ValueError, match=message):
         training.planned().loss_scale(**arguments)
-
-
-def test_weights_that_are_not_applied_are_refused():
-    training = Training("decoupled", CONFIG | {"rollout_is_apply": False})
-    plan = training.planned()
-    micro_batch = training.micro_batch(plan, range(2))
-    scale = training.scale(plan, 0)
-    masked_loss(training.correction, micro_batch, training.model(range(2)), entropy=None, scale=scale)
-
-    weighted = dataclasses.replace(micro_batch, weights=torch.ones(2, WIDTH))
-    scale = training.scale(plan, 0)
-    with pytest.raises(ValueError, match=r"rollout_is_apply=False: no weights are applied.* leave MicroBatch"):
-        masked_loss(training.correction, weighted, training.model(range(2)), entropy=None, scale=scale)
 
 
 @pytest.mark.parametrize("bad_log_probs", ["error", "reject_token"])
@@ -396,22 +302,32 @@ def test_ids_that_only_the_loss_is_given_are_not_compared():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("fields", "wrong", "message"),
     [
-        (lambda micro_batch: {"mask": micro_batch.mask.float()}, "mask is torch.float32: expected bool"),
-        (lambda micro_batch: {"mask": micro_batch.mask[:1]}, r"mask has shape \(1, 6\): expected \(2, 6\)"),
+        ({}, lambda micro_batch: {"mask": micro_batch.mask.float()}, "mask is torch.float32: expected bool"),
+        ({}, lambda micro_batch: {"mask": micro_batch.mask[:1]}, r"mask has shape \(1, 6\): expected \(2, 6\)"),
         (
+            {},
             lambda micro_batch: {"sequence_lengths": micro_batch.sequence_lengths.repeat(2)},
             "sequence_lengths has 4 values: expected one for each of 2 sequences",
         ),
+        ({}, lambda micro_batch: {"weights": None}, "rollout_is='token' applies weights, and the micro-batch has none"),
+        (
+            {"rollout_is_apply": False},
+            lambda micro_batch: {"weights": torch.ones(2, WIDTH)},
+            "rollout_is_apply=False: no weights are applied.* leave MicroBatch",
+        ),
     ],
 )
-def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):
-    training = Training("decoupled")
+def test_what_the_plan_gave_must_fit_the_micro_batch(fields, wrong, message):
+    training = Training("decoupled", CONFIG | fields)
     plan = training.planned()
     micro_batch = training.micro_batch(plan, range(2))
-    misfit = dataclasses.replace(micro_batch, **wrong(micro_batch))
     scale = training.scale(plan, 0)
+    masked_loss(training.correction, micro_batch, training.model(range(2)), entropy=None, scale=scale)
+
+    training.correction.reset_step()
+    misfit = dataclasses.replace(micro_batch, **wrong(micro_batch))
     with pytest.raises(ValueError, match=message):
         masked_loss(training.correction, misfit, training.model(range(2)), entropy=None, scale=scale)
 

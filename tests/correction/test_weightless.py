@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rc import correct_rollouts
-from tests.support.small_steps import CONFIG, MODES, ROWS, Training
+from tests.support.small_steps import MODES, ROWS, Training
 
 LEVELS = {
     "token": {"rollout_is": "token"},
@@ -67,16 +67,3 @@ def test_other_terms_of_the_objective_make_the_step(loss):
     assert result.weights[4:].any()
     assert result.skip.tolist() == [False, False]
     assert NAME not in result.metrics()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rejected_tokens_have_no_weight_either(mode):
-    """Their weights are not 0, but no accepted token's is anything else."""
-    fields = CONFIG | {"rollout_is_mode": "mask", "rollout_is_threshold": "0.2_5.0"}
-    training = Training(mode, fields | {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.001_3000,12.6"})
-    training.mask[:4] = True
-    training.rollout[:4] = training.old[:4] - 5
-    # In bounds of the weight, in a sequence that another of its tokens gets rejected.
-    training.rollout[0, 0], training.rollout[0, 1] = training.old[0, 0], training.old[0, 1] - 5.1
-    plan = training.planned()
-    assert skips(training, plan, 0)

@@ -207,17 +207,19 @@ def test_healthy_runs_do_not_drift_and_made_drifts_are_found(seed):
     rows, begin = drifting_run(seed, growth=500.0)
     if len(rows) < 100:
         return  # a few steps behind its beginning are not enough
-    (verdict,) = (one for one in judge(facts_of_series(own_rows(rows, "here")[0])) if one.rule.name == "drift")
+    (verdict,) = (
+        candidate for candidate in judge(facts_of_series(own_rows(rows, "here")[0])) if candidate.rule.name == "drift"
+    )
     assert abs(verdict.numbers["drift_since"] - begin) < 0.3 * len(rows)
 
 
 def test_drift_in_the_runs_of_the_study():
     """A temperature that rises every step is a drift, and an engine that is the trainer is none."""
-    found = {"none": set(), "temperature": set()}
+    verdicts = {"none": set(), "temperature": set()}
     for run in read(ROOT / "docs" / "study.json"):
-        if run.setting == BONUS.name and run.mismatch in found and run.correction != "bypass":
-            found[run.mismatch].add("drift" in from_rows(study_rows(run)))
-    assert found == {"none": {False}, "temperature": {True}}
+        if run.setting == BONUS.name and run.mismatch in verdicts and run.correction != "bypass":
+            verdicts[run.mismatch].add("drift" in from_rows(study_rows(run)))
+    assert verdicts == {"none": {False}, "temperature": {True}}
 
 
 def test_products_over_long_responses():
@@ -243,8 +245,8 @@ def test_gspo_beside_sequence_weights():
     metrics = row(made(None, 4))
     settings = {"policy-loss": "gspo", "rollout-is": "sequence", "rollout-is-apply": "true"}
     assert from_rows([metrics], settings) == ["gspo_with_sequence_weights"]
-    for other in ({"policy-loss": "ppo_clip"}, {"rollout-is": "geometric"}, {"rollout-is-apply": "false"}):
-        assert from_rows([metrics], settings | other) == []
+    for changes in ({"policy-loss": "ppo_clip"}, {"rollout-is": "geometric"}, {"rollout-is-apply": "false"}):
+        assert from_rows([metrics], settings | changes) == []
 
 
 def entropies(*levels):
@@ -272,8 +274,8 @@ def test_an_entropy_bonus_beside_small_token_weights():
 
 def signals(rewards, shares):
     for step, (reward, share) in enumerate(zip(rewards, shares, strict=True), start=1):
-        found = {"rollout_corr/kl": 0.0, "reward/mean": reward, "reward/nonzero_advantages": share}
-        yield {"step": step} | found
+        metrics = {"rollout_corr/kl": 0.0, "reward/mean": reward, "reward/nonzero_advantages": share}
+        yield {"step": step} | metrics
 
 
 # A run of six steps of 16 responses that ended far below its start.

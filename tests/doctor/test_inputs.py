@@ -59,8 +59,8 @@ def test_own_batches(tmp_path, fault):
     write_jsonl([batch], tmp_path / "one.jsonl")
     assert names_of(tmp_path / "one.jsonl") == expected
     text = (tmp_path / "one.jsonl").read_text()
-    for other in (f"\ufeff\n{text}\n", f"[{text.strip().replace(chr(10), ',')}]"):
-        (tmp_path / "one.jsonl").write_text(other, encoding="utf-8")
+    for same_text in (f"\ufeff\n{text}\n", f"[{text.strip().replace(chr(10), ',')}]"):
+        (tmp_path / "one.jsonl").write_text(same_text, encoding="utf-8")
         assert names_of(tmp_path / "one.jsonl") == expected
 
 
@@ -113,8 +113,8 @@ def test_other_programs_records(tmp_path):
         assert names_of(write_lines(tmp_path / f"{name}.jsonl", objects)) == ["temperature"], name
     torch.save(verl, tmp_path / "verl.pt")
     for name in ("verl.jsonl", "verl.pt"):  # the sums of the tokens' scores are the rewards
-        found = read_evidence(tmp_path / name).sampled.rewards
-        torch.testing.assert_close(found, verl["token_level_scores"].sum(dim=1))
+        rewards = read_evidence(tmp_path / name).sampled.rewards
+        torch.testing.assert_close(rewards, verl["token_level_scores"].sum(dim=1))
     wrong = {"rollout_log_probs": batch["rollout_log_probs"].contiguous(), "response_mask": torch.ones(2, 3)}
     save_file(wrong, tmp_path / "verl.safetensors")
     with pytest.raises(ValueError, match=r"response_mask has shape \(2, 3\): expected"):
@@ -136,15 +136,15 @@ def test_responses_that_the_trainer_did_not_score_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "words"),
+    ("shape", "dtype", "message"),
     [((3, 0), np.float64, "no response has a sampled token"), ((3, 5), np.complex128, "expected real numbers")],
 )
 @pytest.mark.parametrize("command", [main, replay])
-def test_arrays_that_hold_no_log_probs_are_one_sentence(tmp_path, capsys, command, shape, dtype, words):
+def test_arrays_that_hold_no_log_probs_are_one_sentence(tmp_path, capsys, command, shape, dtype, message):
     log_probs = -np.ones(shape, dtype)
     np.savez(tmp_path / "b.npz", rollout_log_probs=log_probs, old_log_probs=log_probs)
     assert command([str(tmp_path / "b.npz")]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_no_correction_is_tried_on_a_batch_without_a_usable_token(tmp_path, capsys):
@@ -298,11 +298,11 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_unusable_input_is_one_sentence(tmp_path, capsys, name):
-    text, words = BAD[name]
+    text, message = BAD[name]
     (tmp_path / name).write_text(text)
     assert main([str(tmp_path / name)]) == 2
     printed = capsys.readouterr()
-    assert words in printed.err
+    assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not printed.out
 

@@ -42,11 +42,11 @@ def test_long_responses_of_a_healthy_engine_are_healthy(tmp_path, capsys, level)
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_the_metrics_tell_their_level(level):
-    known = own_row(row(level, 0.00015, 2048), "")
+    metrics = own_row(row(level, 0.00015, 2048), "")
     token = own_row(row("token", 0.00015, 2048), "")
-    assert level_of(of_tokens(known) | known) == level
+    assert level_of(of_tokens(metrics) | metrics) == level
     # Numbers of tokens are those of token weights, whatever the level.
-    of = of_tokens(known)
+    of = of_tokens(metrics)
     assert of["ratio_mean"] == pytest.approx(token["rollout_is_raw_mean"], abs=1e-7)
     assert of["ratio_std"] == pytest.approx(token["rollout_is_raw_std"], rel=1e-3)
     assert of["token_eff_sample_size"] == pytest.approx(token["rollout_is_raw_eff_sample_size"], rel=1e-6)
@@ -65,8 +65,8 @@ def test_the_level_comes_from_the_flag_then_the_settings_then_the_metrics():
 def test_the_flag_says_the_level_of_exported_metrics(tmp_path, capsys, level):
     path = write_lines(tmp_path / "m.jsonl", growing_rows(1.05, 1.2))
     assert main([str(path), "--json", "--rollout-is", level]) == 0
-    found = json.loads(capsys.readouterr().out)["verdicts"]
-    assert [one["name"] for one in found] == ["growing_length"] * (level == "sequence")
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [verdict["name"] for verdict in verdicts] == ["growing_length"] * (level == "sequence")
 
 
 def test_a_batch_has_no_level(tmp_path, capsys):

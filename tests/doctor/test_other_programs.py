@@ -195,11 +195,11 @@ def test_token_exports_of_prime_rl_are_responses(tmp_path):
         {
             "step": 1,
             "rank": 0,
-            "token_ids": [5] * len(one["mismatch_kl"]),
-            "loss_mask": [True] * len(one["mismatch_kl"]),
+            "token_ids": [5] * len(response["mismatch_kl"]),
+            "loss_mask": [True] * len(response["mismatch_kl"]),
         }
-        | one
-        for one in (far, near)
+        | response
+        for response in (far, near)
     ]
     path = write_lines(tmp_path / "rank_0.jsonl", lines)
     report = report_of(path)
@@ -331,7 +331,7 @@ def test_two_different_policies_get_no_weights():
     report = examine(as_evidence(long))
     assert report.choice.config().rollout_is == "token"
     assert report.effects[0].eff_sample_size > 0.5
-    (by_sequence,) = (one for one in report.effects if one.choice.preset == "decoupled_seq_is")
+    (by_sequence,) = (candidate for candidate in report.effects if candidate.choice.preset == "decoupled_seq_is")
     assert by_sequence.eff_sample_size < 0.1
 
 

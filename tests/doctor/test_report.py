@@ -49,7 +49,7 @@ def test_proposal_and_exit_code(fault, preset, code):
     assert report.code == code
     assert report.effects[0].choice is report.choice
     # Each correction once.
-    configs = [one.choice.config() for one in report.effects]
+    configs = [candidate.choice.config() for candidate in report.effects]
     assert all(config not in configs[:index] for index, config in enumerate(configs))
 
 
@@ -63,10 +63,10 @@ def test_the_proposed_bound_keeps_95_percent_of_the_sequences():
     sampled = Sampled(**made("fp8", 5))
     lower, upper = map(float, geometric_bound(sampled).split("_"))
     means = mean_log_ratios(sampled).exp()
-    kept = float(((means >= lower) & (means <= upper)).double().mean())
-    assert 0.95 <= kept <= 0.97
+    accepted_share = float(((means >= lower) & (means <= upper)).double().mean())
+    assert 0.95 <= accepted_share <= 0.97
     chosen = report_of("fp8").effects[0]
-    assert math.isclose(1 - chosen.rejected_sequences, kept, abs_tol=1e-9)
+    assert math.isclose(1 - chosen.rejected_sequences, accepted_share, abs_tol=1e-9)
 
 
 def test_effects_are_the_librarys_own_numbers():
@@ -75,24 +75,24 @@ def test_effects_are_the_librarys_own_numbers():
     batch["old_log_probs"][0] = batch["rollout_log_probs"][0] - 0.5
     report = examine(Evidence("made", facts_of_batch(Sampled(**batch)), Sampled(**batch)))
     choice = dataclasses.replace(report.choice, preset="decoupled_geo_rs", arguments={"rs_threshold": "0.7_1.4"})
-    found = effect(choice, Sampled(**batch))
-    assert math.isclose(found.rejected_sequences, 1 / 64)
+    measured = effect(choice, Sampled(**batch))
+    assert math.isclose(measured.rejected_sequences, 1 / 64)
     tokens = batch["response_mask"].sum(dim=1)
-    assert math.isclose(found.rejected_tokens, int(tokens[0]) / int(tokens.sum()), rel_tol=1e-9)
+    assert math.isclose(measured.rejected_tokens, int(tokens[0]) / int(tokens.sum()), rel_tol=1e-9)
     # One definition, in replay too: rejected tokens could have counted, and have weight 0.
-    assert math.isclose(found.eff_sample_size, 1 - found.rejected_tokens, rel_tol=1e-9)
+    assert math.isclose(measured.eff_sample_size, 1 - measured.rejected_tokens, rel_tol=1e-9)
 
 
 def test_text_says_what_why_and_what_to_do():
     text = in_words(report_of("temperature 0.7"))
-    for words in (
+    for phrase in (
         "How far apart",
         "1. another temperature (temperature)",
         "as if the engine's temperature were 0.7",
         "Do: score with the temperature",
         "--rollout-correction-preset disabled",
     ):
-        assert words in text
+        assert phrase in text
     assert "nan" not in text
     assert "nothing wrong between engine and trainer" in in_words(report_of(None))
 
@@ -108,12 +108,12 @@ def test_without_the_trainers_log_probs_the_flag_is_named(tmp_path, capsys):
 def test_json_is_one_object_of_finite_numbers(tmp_path, capsys):
     path = write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **metrics_of("int4")}])
     assert main([str(path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["exit_code"] == 1
-    assert [verdict["name"] for verdict in found["verdicts"]] == ["precision"]
-    assert found["proposal"]["preset"] == "disabled"
-    assert found["facts"]["k3_kl"] == pytest.approx(metrics_of("int4")["rollout_corr/k3_kl"])
-    assert "shift" in found["not_looked_at"]
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert report["exit_code"] == 1
+    assert [verdict["name"] for verdict in report["verdicts"]] == ["precision"]
+    assert report["proposal"]["preset"] == "disabled"
+    assert report["facts"]["k3_kl"] == pytest.approx(metrics_of("int4")["rollout_corr/k3_kl"])
+    assert "shift" in report["not_looked_at"]
     json.dumps(as_json(report_of("shift")), allow_nan=False)
 
 
@@ -154,11 +154,11 @@ def test_advice_is_in_the_words_of_the_program_that_wrote_the_input(tmp_path, ca
     assert main([str(path), "--json"]) == 0
     proposal = json.loads(capsys.readouterr().out)["proposal"]
     assert proposal["program"] == program
-    wanted = LINES[program]
+    expected_line = LINES[program]
     if program == "nemo-rl":  # which has no percentiles, so that the bound is another
-        assert proposal["settings"].startswith(wanted)
+        assert proposal["settings"].startswith(expected_line)
     else:
-        assert proposal["settings"] == wanted
+        assert proposal["settings"] == expected_line
     assert main([str(path)]) == 0
     assert proposal["settings"].splitlines()[0] in capsys.readouterr().out
     assert main([str(path), "--json", "--dialect", "verl"]) == 0
@@ -190,9 +190,9 @@ def test_lines_of_other_programs_are_read_as_the_preset(program, choice):
     """By the reader of the program's settings; the only differences are those that a comment of the lines names."""
     lines = choice.settings(program)
     if lines[0].startswith("--"):
-        words = lines[0].split()
-        fields = {word: True for word in words if word.startswith("--")}
-        for name, value in pairwise(words):
+        arguments = lines[0].split()
+        fields = {word: True for word in arguments if word.startswith("--")}
+        for name, value in pairwise(arguments):
             if name.startswith("--") and not value.startswith("--"):
                 fields[name] = value if name.endswith("path") else float(value)
     else:
@@ -200,17 +200,19 @@ def test_lines_of_other_programs_are_read_as_the_preset(program, choice):
         if program == "slime" and fields:
             fields["use_tis"] = True
     read = RolloutCorrectionConfig.from_dict(fields, program)
-    wanted = choice.config()
-    names = ["rollout_is", *(["rollout_is_threshold"] if wanted.rollout_is_apply else [])]
-    if wanted.criteria:
+    expected = choice.config()
+    names = ["rollout_is", *(["rollout_is_threshold"] if expected.rollout_is_apply else [])]
+    if expected.criteria:
         names += ["rejection_denominator"]
-    different = {name for name in names if getattr(read, name) != getattr(wanted, name)}
+    different = {name for name in names if getattr(read, name) != getattr(expected, name)}
     if choice.preset == "disabled":
         assert read.rollout_is is None
         return
     assert different == NOT_THE_SAME.get((program, choice.preset), set())
-    for criterion, other in zip(read.criteria, wanted.criteria, strict=True):
-        assert (criterion.lower, criterion.upper) == pytest.approx((other.lower, other.upper), abs=1e-6)
+    for criterion, expected_criterion in zip(read.criteria, expected.criteria, strict=True):
+        assert (criterion.lower, criterion.upper) == pytest.approx(
+            (expected_criterion.lower, expected_criterion.upper), abs=1e-6
+        )
     assert bool(different) == (lines[-1].startswith("#") and choice.preset == "decoupled_geo_rs_token_tis")
 
 

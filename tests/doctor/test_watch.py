@@ -8,18 +8,18 @@ SETTINGS = {"policy-loss": "ppo_clip", "rollout-is": "token", "rollout-is-apply"
 
 
 def lines(watch, rows):
-    return {step: words for step, row in enumerate(rows, start=1) if (words := watch.step(step, row)) is not None}
+    return {step: sentence for step, row in enumerate(rows, start=1) if (sentence := watch.step(step, row)) is not None}
 
 
 def test_one_line_when_the_verdict_changes():
     good = metrics_of(None)
     bad = metrics_of("int4")
-    found = lines(Watch(5, SETTINGS, "rollout_corr/"), [good] * 10 + [bad] * 20 + [good] * 20)
-    assert (min(found), max(found)) == (15, 40), "the median of ten steps, every five"
-    assert found[15].startswith("doctor after step 15: policies that differ by more than rounding (precision): ")
-    assert "k3 0." in found[15]
-    assert found[40] == "doctor after step 40: nothing wrong between engine and trainer (before: precision)"
-    assert all("\n" not in words for words in found.values())
+    sentences = lines(Watch(5, SETTINGS, "rollout_corr/"), [good] * 10 + [bad] * 20 + [good] * 20)
+    assert (min(sentences), max(sentences)) == (15, 40), "the median of ten steps, every five"
+    assert sentences[15].startswith("doctor after step 15: policies that differ by more than rounding (precision): ")
+    assert "k3 0." in sentences[15]
+    assert sentences[40] == "doctor after step 40: nothing wrong between engine and trainer (before: precision)"
+    assert all("\n" not in sentence for sentence in sentences.values())
 
 
 def test_a_line_needs_a_verdict():
@@ -29,8 +29,8 @@ def test_a_line_needs_a_verdict():
     settings = SETTINGS | {"policy-loss": "gspo", "rollout-is": "sequence"}
     assert "GSPO" in lines(Watch(1, settings, "rollout_corr/"), [metrics_of(None)])[1]
     for prefix in ("mismatch/", "mine/"):
-        found = lines(Watch(1, SETTINGS, prefix), [metrics_of("int4", metric_prefix=prefix)])
-        assert "precision" in found[1], prefix
+        sentences = lines(Watch(1, SETTINGS, prefix), [metrics_of("int4", metric_prefix=prefix)])
+        assert "precision" in sentences[1], prefix
 
 
 def test_growth_is_seen_over_more_steps_than_are_kept():

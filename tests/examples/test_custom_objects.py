@@ -45,9 +45,9 @@ def draw():
     return old, rollout, torch.randn(ROWS, generator=dice, dtype=torch.float64), mask
 
 
-def trained(words):
+def trained(arguments):
     """The gradient of the whole batch's loss at this rank's log-probs; π_θ is π_old."""
-    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    config = run_config(arguments, torch.distributed.get_world_size(), engine=False)
     groups = ParallelGroups.from_megatron()
     size = torch.distributed.get_world_size(groups.cp)
     layout = SequenceLayout.padded(ROWS, LENGTH // size, cp_rank=group_rank(groups.cp), cp_size=size)
@@ -65,24 +65,24 @@ def by_hand():
     old, rollout, advantages, mask = draw()
     ratio = (old - rollout).exp()
     smallest = torch.where(mask, ratio, 9).amin(1)
-    kept = mask & (ratio > 0.6) & (ratio < 1.8) & (smallest > 0.7).unsqueeze(1)
+    accepted = mask & (ratio > 0.6) & (ratio < 1.8) & (smallest > 0.7).unsqueeze(1)
     assert min((smallest - 0.7).abs().min(), (ratio - 0.6)[mask].abs().min(), (ratio - 1.8)[mask].abs().min()) > 1e-3
     assert 1 <= (smallest < 0.7).sum() < ROWS - 1
-    return torch.where(kept, -ratio.clamp(max=1.5) * advantages.clamp(min=0).unsqueeze(1) / kept.sum(), 0.0)
+    return torch.where(accepted, -ratio.clamp(max=1.5) * advantages.clamp(min=0).unsqueeze(1) / accepted.sum(), 0.0)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2)], ids=str)
-@pytest.mark.parametrize("words", [WORDS, BYPASS], ids=["decoupled", "bypass"])
-def test_objective_and_criterion_give_what_the_formula_says(ranks, tmp_path, words, layout):
-    words = [word for word in flags(tmp_path, *layout.flags(), *words) if "clamp-eps" not in word]
-    found = ranks.run(trained, layout, words)
-    whole = SequenceLayout.padded(ROWS, LENGTH // layout.cp, cp_size=layout.cp).restore(found)
+@pytest.mark.parametrize("arguments", [WORDS, BYPASS], ids=["decoupled", "bypass"])
+def test_objective_and_criterion_give_what_the_formula_says(ranks, tmp_path, arguments, layout):
+    arguments = [word for word in flags(tmp_path, *layout.flags(), *arguments) if "clamp-eps" not in word]
+    gradients = ranks.run(trained, layout, arguments)
+    whole = SequenceLayout.padded(ROWS, LENGTH // layout.cp, cp_size=layout.cp).restore(gradients)
     torch.testing.assert_close(whole, by_hand(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_reward_scores_in_its_own_process(tmp_path):
-    words = ["--reward=python:examples.custom_reward:last_number", "--reward-workers=1", "--run-name=run"]
-    rewarder = Rewarder(run_config(flags(tmp_path, *words)), 0)
+    arguments = ["--reward=python:examples.custom_reward:last_number", "--reward-workers=1", "--run-name=run"]
+    rewarder = Rewarder(run_config(flags(tmp_path, *arguments)), 0)
     responses = ["It is 4", "5, or 4" + " perhaps" * 9, "4, or 5", ""]
     rewards = rewarder.score([Problem("2 + 2 = ?", label=4)] * 4, responses, step=0)
     rewarder.close()

@@ -40,13 +40,13 @@ def test_other_words_than_guesses_end_the_game():
 
 
 def test_the_launch_file_trains(ranks, tmp_path):
-    words = [f"--config={ROOT}/examples/guessing_game.yaml", "--cpu", f"--runs-dir={tmp_path}", "--run-name=run"]
-    words += ["--grpo-iterations=1", "--train-iters=2", "--grpo-prompts-per-step=4"]
-    words += ["--global-batch-size=64", "--micro-batch-size=32"]
-    assert agreed(ranks.run(run_training, Layout(dp=2), words)) is None
-    found = rows(tmp_path)
-    assert len(found) == 2
-    for row in found:
+    arguments = [f"--config={ROOT}/examples/guessing_game.yaml", "--cpu", f"--runs-dir={tmp_path}", "--run-name=run"]
+    arguments += ["--grpo-iterations=1", "--train-iters=2", "--grpo-prompts-per-step=4"]
+    arguments += ["--global-batch-size=64", "--micro-batch-size=32"]
+    assert agreed(ranks.run(run_training, Layout(dp=2), arguments)) is None
+    metrics = rows(tmp_path)
+    assert len(metrics) == 2
+    for row in metrics:
         assert row["rollout/turns"] == pytest.approx(row["reward/guesses"])
         assert row["reward/errors"] == 0
         assert row["rollout/sync_error"] < 0.25

@@ -91,13 +91,13 @@ def publish(folder: Path, shape: str) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "one", "label": "two"}\n')
 
 
-def start(name, folder, *words, **environment):
+def start(name, folder, *arguments, **environment):
     """(exit code, words of the started Python, standard error) of a script with a stand-in for Python."""
     stand_in = folder / "python"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
     stand_in.chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
-    script = [str(FOLDER / f"{name}.sh"), *words]
+    script = [str(FOLDER / f"{name}.sh"), *arguments]
     done = subprocess.run(script, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
@@ -107,15 +107,15 @@ def made(tmp_path_factory):
     """(torchrun's part, the run) of a script, by its name."""
 
     @functools.cache
-    def make(name, *words):
+    def make(name, *arguments):
         original = ORIGINALS[name]
         folder = tmp_path_factory.mktemp(name)
         publish(folder, original.shape)
         paths = {"MODEL": str(folder / "model"), "TRAIN": str(folder / "train.jsonl")}
-        code, found, errors = start(name, folder, *words, **paths, **original.environment)
+        code, printed, errors = start(name, folder, *arguments, **paths, **original.environment)
         assert (code, errors) == (0, "")
-        assert found[:3] == ["1", "-m", "megatron_rc.launch"]
-        mine, flags = torchrun_parser().parse_known_args(found[3:])
+        assert printed[:3] == ["1", "-m", "megatron_rc.launch"]
+        mine, flags = torchrun_parser().parse_known_args(printed[3:])
         with missing_packages_noted():
             return mine, configure(flags, machines_of(mine).world_sizes()[-1], folders=False, elsewhere=True)[0]
 
@@ -150,9 +150,9 @@ def test_a_script_names_every_setting_of_the_original(name):
     text = (FOLDER / f"{name}.sh").read_text(encoding="utf-8")
     comments = "\n".join(re.findall(r"# (.*)$", text, flags=re.MULTILINE))
     for setting, value in ORIGINALS[name].settings.items():
-        said = re.search(rf"\b{setting}(?:=|: )([^\s:;]+?)(?=,? |,?$|:|;)", comments, flags=re.MULTILINE)
-        assert said, setting
-        assert _read(said[1]) == value, setting
+        comment = re.search(rf"\b{setting}(?:=|: )([^\s:;]+?)(?=,? |,?$|:|;)", comments, flags=re.MULTILINE)
+        assert comment, setting
+        assert _read(comment[1]) == value, setting
 
 
 def _read(text):
@@ -166,8 +166,8 @@ def _read(text):
 
 @pytest.mark.parametrize("missing", ["MODEL", "TRAIN", "NODE_RANK", "MASTER"])
 def test_what_a_script_lacks_is_said(tmp_path, missing):
-    given = {"MODEL": "model", "TRAIN": "train.jsonl", "NODE_RANK": "0", "MASTER": "node-0"}
-    del given[missing]
-    code, words, errors = start("multi_node", tmp_path, **given)
-    assert (code != 0, words) == (True, [])
+    variables = {"MODEL": "model", "TRAIN": "train.jsonl", "NODE_RANK": "0", "MASTER": "node-0"}
+    del variables[missing]
+    code, printed, errors = start("multi_node", tmp_path, **variables)
+    assert (code != 0, printed) == (True, [])
     assert missing in errors

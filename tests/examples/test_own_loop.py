@@ -55,10 +55,10 @@ def by_hand(layout):
 
 
 def test_one_step_is_that_of_the_formula(ranks):
-    ((found, expected),) = ranks.run(by_hand, Layout(), Layout())
+    ((losses, expected),) = ranks.run(by_hand, Layout(), Layout())
     assert expected["rollout_corr/kl"] > 0.1
     assert expected["grad_norm"] > 0.1
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert {name: losses[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -75,28 +75,28 @@ def test_every_layout_gives_the_same_numbers(ranks, alone, layout):
     everywhere = ranks.run(learn, layout, layout, 3)
     for rank, batches in enumerate(everywhere):
         knows_right = rank >= layout.world - layout.world // layout.pp
-        for found, wanted in zip(batches, alone, strict=True):
-            assert ("right" in found) == knows_right
-            assert found == pytest.approx({name: wanted[name] for name in found}, rel=2e-4, abs=1e-6)
-            assert len(found) >= len(wanted) - 1
+        for batch, expected in zip(batches, alone, strict=True):
+            assert ("right" in batch) == knows_right
+            assert batch == pytest.approx({name: expected[name] for name in batch}, rel=2e-4, abs=1e-6)
+            assert len(batch) >= len(expected) - 1
 
 
-def checked(*given):
+def checked(*sizes):
     """The example's error for these numbers, or None."""
     _, digits, _ = loop_of(Layout())
     try:
-        return digits.check(*given)
+        return digits.check(*sizes)
     except SystemExit as end:
         return end.code
 
 
 def test_a_split_that_cannot_be_is_one_sentence(ranks):
-    for given in ((8, 2, 2, 2), (4, 4, 1, 1), (4, 1, 1, 1)):
-        assert ranks.run(checked, Layout(), *given) == [None]
-    for given in ((4, 2, 2, 2), (3, 3, 1, 1), (4, 1, 4, 1), (3, 1, 1, 3), (8, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1)):
-        (message,) = ranks.run(checked, Layout(), *given)
+    for sizes in ((8, 2, 2, 2), (4, 4, 1, 1), (4, 1, 1, 1)):
+        assert ranks.run(checked, Layout(), *sizes) == [None]
+    for sizes in ((4, 2, 2, 2), (3, 3, 1, 1), (4, 1, 4, 1), (3, 1, 1, 3), (8, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1)):
+        (message,) = ranks.run(checked, Layout(), *sizes)
         assert message.startswith(
-            f"--tp {given[1]} --pp {given[2]} --cp {given[3]} on {given[0]} processes of torchrun: tp"
+            f"--tp {sizes[1]} --pp {sizes[2]} --cp {sizes[3]} on {sizes[0]} processes of torchrun: tp"
         )
 
 

@@ -17,8 +17,8 @@ PATH = str(ROOT / "examples" / "recorded_batch.py")
 def run(monkeypatch, capsys):
     """(output, error output, exit code) of the command."""
 
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["recorded_batch.py", *map(str, words)])
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["recorded_batch.py", *map(str, arguments)])
         try:
             runpy.run_path(PATH, run_name="__main__")
         except SystemExit as end:
@@ -37,7 +37,7 @@ def made(tmp_path, run):
 
 def test_metrics_are_those_of_the_formula(tmp_path, run, made):
     shown, _ = run(made, "--out", tmp_path / "weights.png")
-    found = {name: float(value) for name, value in map(str.split, shown.splitlines())}
+    metrics = {name: float(value) for name, value in map(str.split, shown.splitlines())}
     batch = load_rollouts(made)
     mask = batch.response_mask
     log_ratio = (batch.old_log_probs - batch.rollout_log_probs).double()
@@ -52,7 +52,7 @@ def test_metrics_are_those_of_the_formula(tmp_path, run, made):
         "num_tokens": mask.sum(),
     }
     for name, value in expected.items():
-        assert found[f"rollout_corr/{name}"] == pytest.approx(float(value), rel=1e-4)
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(float(value), rel=1e-4)
     assert (tmp_path / "weights.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_corrected_is_one_sentence(tmp_path, run, made):
     infinite = batch.old_log_probs.masked_fill(torch.arange(72) == 20, -torch.inf)
     save_rollouts(dataclasses.replace(batch, old_log_probs=infinite), tmp_path / "infinite.safetensors")
     (tmp_path / "empty.jsonl").touch()
-    for words, message in {
+    for arguments, message in {
         (): "name files of recorded rollouts, or --make DIR",
         (tmp_path / "none.safetensors",): "none.safetensors is missing",
         (tmp_path / "engine.safetensors",): "engine.safetensors has no old_log_probs",
@@ -89,5 +89,5 @@ def test_what_cannot_be_corrected_is_one_sentence(tmp_path, run, made):
         (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: use a decoupled preset",
         (made, "--out", tmp_path / "nowhere" / "a.png"): "No such file or directory",
     }.items():
-        shown, code = run(*words)
+        shown, code = run(*arguments)
         assert (message in shown, code) == (True, 2), shown

@@ -36,11 +36,11 @@ def conversation(question):
 
 def test_the_files_hold_every_sum_once(tmp_path, example):
     example["main"](str(tmp_path / "new" / "sums"))
-    found = {name: rows(tmp_path / "new" / "sums" / f"{name}.jsonl") for name in ("train", "test")}
-    assert {name: len(some) for name, some in found.items()} == {"train": 582, "test": 145}
-    assert found["test"][0] == {"prompt": conversation("1 + 4 + 4 = ?"), "label": 9}
-    assert found["train"][1] == {"prompt": conversation("5 + 6 + 9 = ?"), "label": 20}
-    every = [row for some in found.values() for row in some]
+    written = {name: rows(tmp_path / "new" / "sums" / f"{name}.jsonl") for name in ("train", "test")}
+    assert {name: len(some) for name, some in written.items()} == {"train": 582, "test": 145}
+    assert written["test"][0] == {"prompt": conversation("1 + 4 + 4 = ?"), "label": 9}
+    assert written["train"][1] == {"prompt": conversation("5 + 6 + 9 = ?"), "label": 20}
+    every = [row for some in written.values() for row in some]
     asked = [row["prompt"][-1]["content"] for row in every]
     numbers = [[int(number) for number in re.fullmatch(r"(\d) \+ (\d) \+ (\d) = \?", text).groups()] for text in asked]
     assert [row["label"] for row in every] == [sum(three) for three in numbers]
@@ -63,29 +63,29 @@ def test_the_rule_wants_the_answer_at_the_end_of_the_first_line(example, respons
     assert example["reward"](prompt="4 + 5 + 6 = ?", response=response, label=15, record={}) == reward
 
 
-def command(*words):
+def command(*phrases):
     """The trainer's flags in the last command of a target of the Makefile."""
-    shown = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(["make", "-n", *phrases], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (line,) = [line for line in shown.replace("\\\n", "").splitlines() if "-m megatron_rc.launch " in line]
-    found = shlex.split(line)
-    return found[found.index("megatron_rc.launch") + 3 :]
+    arguments = shlex.split(line)
+    return arguments[arguments.index("megatron_rc.launch") + 3 :]
 
 
 def commands_of_the_page():
-    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "smollm2.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```sh\n(python examples.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     made, trained = (shlex.split(line, comments=True) for line in block.splitlines())
     return made[1:], [word.replace("DIR", "smollm2") for word in trained[5:]]
 
 
-def run(monkeypatch, *words):
+def run(monkeypatch, *arguments):
     """Run ``python words`` in this process."""
-    monkeypatch.setattr(sys, "argv", list(words))
-    runpy.run_path(words[0], run_name="__main__")
+    monkeypatch.setattr(sys, "argv", list(arguments))
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys):
-    """The command of the Makefile and docs/launching.md, in a folder with the example, the sums and a tiny model."""
+    """The command of the Makefile and docs/smollm2.md, in a folder with the example, the sums and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     written, of_the_page = commands_of_the_page()
@@ -102,9 +102,9 @@ def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys):
     assert sum("= ?  " in line for line in shown) == 16
     assert re.fullmatch(r"\d+ of 16 right", shown[-1])
     of_make = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")
-    for words in (of_make, of_the_page):
+    for arguments in (of_make, of_the_page):
         # Here one byte is one token; the real tokenizer has several in one.
-        config, task = configure([*words, "--seq-length=512"], 2)
+        config, task = configure([*arguments, "--seq-length=512"], 2)
         assert config.launch.run_name == "smollm2_sums"
         assert config.rewards.reward == "python:examples.smollm2_sums:reward"
         assert config.task.task is None

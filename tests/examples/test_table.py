@@ -22,10 +22,10 @@ def test_every_example_is_in_the_table():
     assert {"torchrun", "python", "make"} == {command.split()[0] for command in COMMANDS}
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if "megatron_rc.launch" in one])
+@pytest.mark.parametrize("command", [candidate for candidate in COMMANDS if "megatron_rc.launch" in candidate])
 def test_commands_of_the_launcher_are_runs(command, tmp_path):
-    words = shlex.split(command)
-    number = int(words[words.index("--nproc-per-node") + 1])
+    arguments = shlex.split(command)
+    number = int(arguments[arguments.index("--nproc-per-node") + 1])
     with mock.patch.dict(OBJECTIVES), mock.patch.dict(CRITERIA):
-        config, _ = configure(["--cpu", f"--runs-dir={tmp_path}", *words[words.index("--config") :]], number)
+        config, _ = configure(["--cpu", f"--runs-dir={tmp_path}", *arguments[arguments.index("--config") :]], number)
     assert config.launch.run_name in ("count_up", "guessing_game")

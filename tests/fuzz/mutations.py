@@ -20,21 +20,21 @@ def spoilt_bytes(content: bytes, rng: random.Random) -> bytes:
     """Bits flipped, bytes cut out, doubled, replaced or put in."""
     spoilt = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        place = rng.randrange(len(spoilt) + 1)
+        offset = rng.randrange(len(spoilt) + 1)
         length = rng.choice((1, 1, 4, 64, 1024))
         how = rng.randrange(6)
-        if how == 0 and place < len(spoilt):
-            spoilt[place] ^= 1 << rng.randrange(8)
+        if how == 0 and offset < len(spoilt):
+            spoilt[offset] ^= 1 << rng.randrange(8)
         elif how == 1:
-            del spoilt[place : place + length]
+            del spoilt[offset : offset + length]
         elif how == 2:
-            spoilt[place:place] = spoilt[place : place + length]
+            spoilt[offset:offset] = spoilt[offset : offset + length]
         elif how == 3:
-            spoilt[place:place] = rng.randbytes(length)
+            spoilt[offset:offset] = rng.randbytes(length)
         elif how == 4:
-            del spoilt[place:]
+            del spoilt[offset:]
         else:
-            spoilt[place:place] = rng.choice(
+            spoilt[offset:offset] = rng.choice(
                 (b"[" * DEPTH, b'{"a":' * DEPTH, b"9" * 5000, b"\xff", b"\0", b"}", b"NaN")
             )
     return bytes(spoilt)
@@ -60,8 +60,8 @@ def _changed(value: Any, rng: random.Random) -> Any:
             value[key] = _changed(value[key], rng)
         return value
     if isinstance(value, list) and value and rng.random() < 0.7:
-        place = rng.randrange(len(value))
-        value[place] = _changed(value[place], rng)
+        index = rng.randrange(len(value))
+        value[index] = _changed(value[index], rng)
         return value
     return copy.deepcopy(rng.choice(VALUES))
 

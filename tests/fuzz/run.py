@@ -90,10 +90,10 @@ def main() -> None:
             for name in TARGETS:
                 if number % round(1 / TARGETS[name].share):
                     continue
-                found = check(name, case(name, number), Path(folder))
-                if found and found[:80] not in seen:
-                    seen.add(found[:80])
-                    sys.stdout.write(f"{found}\n\n")
+                finding = check(name, case(name, number), Path(folder))
+                if finding and finding[:80] not in seen:
+                    seen.add(finding[:80])
+                    sys.stdout.write(f"{finding}\n\n")
             number += 1
     sys.stdout.write(f"{number} rounds over {len(TARGETS)} readers, {len(seen)} kinds of findings\n")
     sys.exit(bool(seen))

@@ -31,9 +31,9 @@ from megatron_rc.launch.engines.vllm_client import VllmClient
 from megatron_rc.launch.engines.weight_versions import VersionRange
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.launch_file import read_launch_file
+from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.tasks.ends import ResponseEnds
 from megatron_rc.launch.tasks.prompt_data.rows import parse_line
-from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.training.checkpoints.unpickling import read_index
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.load import open_weights
@@ -97,8 +97,8 @@ def lines() -> list[Any]:
 
 def spoilt_lines(rng: random.Random) -> bytes:
     records = lines()
-    place = rng.randrange(len(records))
-    return b"\n".join(text_of(record)(rng) if row == place else as_json(record) for row, record in enumerate(records))
+    index = rng.randrange(len(records))
+    return b"\n".join(text_of(record)(rng) if row == index else as_json(record) for row, record in enumerate(records))
 
 
 LLAMA = {
@@ -216,8 +216,8 @@ def rollouts_file(rng: random.Random) -> bytes:
         return spoilt_bytes(content, rng)
     header = json.loads(content[8 : 8 + length])
     if rng.random() < 0.5:
-        own = json.loads(header["__metadata__"]["megatron_rc"])
-        header["__metadata__"]["megatron_rc"] = text_of(own)(rng).decode(errors="replace")
+        header_of_record = json.loads(header["__metadata__"]["megatron_rc"])
+        header["__metadata__"]["megatron_rc"] = text_of(header_of_record)(rng).decode(errors="replace")
         written = as_json(header)
     else:
         written = text_of(header)(rng)
@@ -292,14 +292,14 @@ TARGETS: dict[str, Target] = {
     "doctor, responses": Target(text_of(RESPONSE), file("r.jsonl", examined), share=0.3),
     "doctor, torch": Target(lambda rng: spoilt_bytes(_OF_TORCH, rng), file("r.pt", examined), share=0.3),
     "doctor, numpy": Target(lambda rng: spoilt_bytes(_OF_NUMPY, rng), file("r.npz", examined), share=0.3),
-    "slime": Target(slime_samples, lambda found, _: from_slime(found, sampling=SamplingParams(), policy_version=0)),
+    "slime": Target(slime_samples, lambda listed, _: from_slime(listed, sampling=SamplingParams(), policy_version=0)),
     "llama": Target(text_of(LLAMA), _CONFIG, (ConfigurationError,)),
     "qwen3_moe": Target(text_of(QWEN3_MOE), _CONFIG, (ConfigurationError,)),
     "weights": Target(text_of({"weight_map": {"a": "a.safetensors"}}), weights),
     "launch file": Target(yaml_of(LAUNCH), file("l.yaml", lambda path: read_launch_file(str(path))), share=0.1),
-    "vllm": Target(text_of(VLLM), lambda found, _: asked(VllmClient, found), (EngineError,)),
-    "sglang": Target(text_of(SGLANG), lambda found, _: asked(SglangClient, found), (EngineError,)),
-    "prompt rows": Target(text_of({"prompt": "1 + 1", "label": ["2"]}), lambda found, _: parse_line(found)),
+    "vllm": Target(text_of(VLLM), lambda slime_lists, _: asked(VllmClient, slime_lists), (EngineError,)),
+    "sglang": Target(text_of(SGLANG), lambda slime_lists, _: asked(SglangClient, slime_lists), (EngineError,)),
+    "prompt rows": Target(text_of({"prompt": "1 + 1", "label": ["2"]}), lambda slime_lists, _: parse_line(slime_lists)),
     "checkpoint settings": Target(
         text_of({"model": {"a": 1}, "experts": None}), file(SETTINGS, lambda path: checkpoint_settings(path.parent))
     ),

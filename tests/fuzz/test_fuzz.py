@@ -14,8 +14,10 @@ HUGE = {"rollout_corr/k3_kl": 1e308, "rollout_corr/chi2_token": 0.5}
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_spoilt_input_is_one_error(tmp_path, name):
-    found = [finding for number in range(cases(name, CASES)) if (finding := check(name, case(name, number), tmp_path))]
-    assert not found, found[0]
+    findings = [
+        finding for number in range(cases(name, CASES)) if (finding := check(name, case(name, number), tmp_path))
+    ]
+    assert not findings, findings[0]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def main() -> None:
             rows.append(row)
             # Each time, so that whatever ends this process leaves what is known.
             _write(rows, machine, path, time.monotonic() - begun)
-    _finish(rows, path, time.monotonic() - begun)
+    finish(rows, path, time.monotonic() - begun)
 
 
 def _plan(args: argparse.Namespace) -> tuple[str, list[tuple[Path, str]], float]:
@@ -141,8 +141,8 @@ def run_file(python: Path, file: Path, device: str, only: str, deadline: float) 
         current = ""
         since = 0.0
         failed = False
-        words = [str(python), "-m", "pytest", "-q", str(file), f"--device={device}", *(["-k", only] if only else [])]
-        for event in _events(words, done, deadline):
+        command = [str(python), "-m", "pytest", "-q", str(file), f"--device={device}", *(["-k", only] if only else [])]
+        for event in _events(command, done, deadline):
             match event.pop("event"):
                 case "collected":
                     collected = event["names"]
@@ -175,7 +175,7 @@ def run_file(python: Path, file: Path, device: str, only: str, deadline: float) 
     yield from (Row(name, "not reached", message=why) for name in left)
 
 
-def _events(words: list[str], done: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
+def _events(command: list[str], done: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
     """What one process writes to its file of results, as it writes it, without the checks that are done.
 
     The last has its exit status, None where time ran out, and the end of its output.
@@ -188,9 +188,9 @@ def _events(words: list[str], done: Sequence[str], deadline: float) -> Iterator[
         before = Path(folder, "done.json")
         results.touch()
         before.write_text(json.dumps(done), encoding="utf-8")
-        words = [*words, f"--results={results}", f"--done={before}"]
+        command = [*command, f"--results={results}", f"--done={before}"]
         options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(words, cwd=ROOT, env=environment, **options)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
         with results.open(encoding="utf-8") as lines:
             while True:
                 status = process.poll()
@@ -227,7 +227,7 @@ def _write(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float)
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _finish(rows: list[Row], path: Path, seconds: float) -> None:
+def finish(rows: list[Row], path: Path, seconds: float) -> None:
     failed = [row for row in rows if row.result in ("failed", "crashed")]
     for row in failed:
         say(f"\n== {row.name}: {row.result}")

@@ -35,7 +35,7 @@ def test_whole_correction(device, on_gpu, figures, target, name, shape):
 
     figures(milliseconds=measure.milliseconds(work, device)[0])
     if on_gpu:
-        found = measure.costs(work)
-        figures(peak_in_tensors=found.pop("peak_bytes") / (4 * batch[0].numel()), **found)
+        costs = measure.costs(work)
+        figures(peak_in_tensors=costs.pop("peak_bytes") / (4 * batch[0].numel()), **costs)
         if name == "eager" and shape == "2^20":
-            target("busy_ms", found["busy_ms"], most=MILLISECONDS)
+            target("busy_ms", costs["busy_ms"], most=MILLISECONDS)

@@ -39,9 +39,9 @@ def wait():
         torch.cuda.synchronize()
 
 
-def update_of(device, words):
+def update_of(device, arguments):
     """A function that makes one update, up to its gradients."""
-    trainer = make_trainer(words_for(device.type, words))
+    trainer = make_trainer(words_for(device.type, arguments))
     prepared = trainer.prepare(on_device(short_responses(RESPONSES, LENGTH), trainer.device))
     return lambda: trainer.accumulate(prepared, 0)
 
@@ -60,14 +60,16 @@ def median_ms(update):
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", LAYERS)
 def test_update(device, on_gpu, figures, target, tmp_path, name):
-    package, own = LAYERS[name]
+    package, layer_flags = LAYERS[name]
     if package:
         require(package)
-    words = flags(tmp_path, "--num-layers=2", f"--micro-batch-size={RESPONSES}", "--always-score", "--bf16", *own)
-    words += ["--grpo-iterations=1"]
-    words += [f"--grpo-prompts-per-step={RESPONSES // 4}", f"--global-batch-size={RESPONSES}"]
+    arguments = flags(
+        tmp_path, "--num-layers=2", f"--micro-batch-size={RESPONSES}", "--always-score", "--bf16", *layer_flags
+    )
+    arguments += ["--grpo-iterations=1"]
+    arguments += [f"--grpo-prompts-per-step={RESPONSES // 4}", f"--global-batch-size={RESPONSES}"]
     packing = ["--rl-use-sequence-packing", f"--rl-sequence-packing-bin-size={RESPONSES * LENGTH}"]
-    padded, packed = (update_of(device, [*words, *more]) for more in ([], packing))
+    padded, packed = (update_of(device, [*arguments, *more]) for more in ([], packing))
     for update in (padded, packed, padded, packed):
         update()
     times = median_ms(padded), median_ms(packed)

@@ -37,8 +37,8 @@ VARIANTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def groups(request, tmp_path_factory):
-    words = flags(request.config.getoption("--device"), tmp_path_factory.mktemp("groups"))
-    with joined(words):
+    arguments = flags(request.config.getoption("--device"), tmp_path_factory.mktemp("groups"))
+    with joined(arguments):
         yield
 
 
@@ -77,22 +77,22 @@ def milliseconds(begun, end):
 
 def of_correction(trainer, batch, clock):
     """Median milliseconds of the correction's calls in a step."""
-    found = []
+    times = []
     for _ in range(4):
         with timed_correction(trainer.correction, clock) as calls:
             run_steps(trainer, batch, 1)
-        found.append(sum(milliseconds(*call) for call in calls))
-    return statistics.median(found)
+        times.append(sum(milliseconds(*call) for call in calls))
+    return statistics.median(times)
 
 
 def run_steps(trainer, batch, number):
     """Seconds of the plan and one update, each time."""
-    found = []
+    times = []
     for _ in range(number):
         before = now()
         trainer.update(trainer.prepare(batch), 0)
-        found.append(now() - before)
-    return found
+        times.append(now() - before)
+    return times
 
 
 @pytest.mark.timeout(150)

@@ -15,8 +15,8 @@ def test_compiled(device, on_gpu, figures, name):
     batch = large_batch((512, 2048) if on_gpu else (8, 128))
     there = [tensor.to(device) for tensor in batch]
     begun = time.monotonic()
-    found = correct_rollouts(*there, CONFIGS[name], compile=True)
+    compiled = correct_rollouts(*there, CONFIGS[name], compile=True)
     figures(compile_seconds=time.monotonic() - begun)
-    assert_near(found, correct_rollouts(*batch, CONFIGS[name]), figures)
+    assert_near(compiled, correct_rollouts(*batch, CONFIGS[name]), figures)
     if on_gpu:
         figures(**measure.costs(lambda: correct_rollouts(*there, CONFIGS[name], compile=True).check()))

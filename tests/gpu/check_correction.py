@@ -51,14 +51,14 @@ def test_every_case_is_that_of_the_cpu(device, figures, packed):
         layout = None
         if packed:
             batch, layout, _ = pack(batch)
-        here = correct(name, batch, layout=layout)
+        on_cpu = correct(name, batch, layout=layout)
         there = correct(name, moved(batch, device), layout=layout)
         mine = there.metrics()
-        theirs = here.metrics()
+        theirs = on_cpu.metrics()
         assert mine.keys() == theirs.keys()
         apart = largest_error(abs(mine[key] - theirs[key]) / (1 + abs(theirs[key])) for key in theirs)
-        same = torch.equal(there.mask.cpu(), here.mask) and (
-            here.weights is None or torch.allclose(there.weights.cpu(), here.weights, rtol=1e-10, atol=1e-12)
+        same = torch.equal(there.mask.cpu(), on_cpu.mask) and (
+            on_cpu.weights is None or torch.allclose(there.weights.cpu(), on_cpu.weights, rtol=1e-10, atol=1e-12)
         )
         errors.append(apart)
         if not same or not apart <= 1e-9:
@@ -71,9 +71,9 @@ def test_every_case_is_that_of_the_cpu(device, figures, packed):
 def test_float32(device, on_gpu, figures, name):
     """2²⁴ + 1 tokens: several blocks, the last of one token."""
     batch = large_batch((673, 24929) if on_gpu else (17, 129))
-    found = correct_rollouts(*(tensor.to(device) for tensor in batch), CONFIGS[name])
-    found.check()
-    assert_near(found, correct_rollouts(*batch, CONFIGS[name]), figures)
+    result = correct_rollouts(*(tensor.to(device) for tensor in batch), CONFIGS[name])
+    result.check()
+    assert_near(result, correct_rollouts(*batch, CONFIGS[name]), figures)
 
 
 @pytest.mark.parametrize(("name", "packed"), [("token", False), ("sequence", False), ("sequence", True)])
@@ -87,11 +87,11 @@ def test_cost(device, counts, figures, name, packed):
         correct_rollouts(*batch, CONFIGS[name], layout).check()
         lap()
 
-    found = measure.costs(work)
-    peak = found.pop("peak_bytes") / (4 * batch[0].numel())
-    figures(**found, peak_in_tensors=peak, milliseconds=measure.milliseconds(work, device)[0])
-    assert found["syncs"] == 1
-    assert packed or found["launches"] <= MOST_LAUNCHES
+    costs = measure.costs(work)
+    peak = costs.pop("peak_bytes") / (4 * batch[0].numel())
+    figures(**costs, peak_in_tensors=peak, milliseconds=measure.milliseconds(work, device)[0])
+    assert costs["syncs"] == 1
+    assert packed or costs["launches"] <= MOST_LAUNCHES
 
 
 def test_errors_are_those_of_the_cpu(device):
@@ -100,13 +100,13 @@ def test_errors_are_those_of_the_cpu(device):
     mask[:] = True
     broken = train.clone()
     broken[3, 7] = torch.nan
-    for tensors, words in (
+    for tensors, message in (
         ((broken, rollout, mask), "sample 3 .*position 7 is NaN"),
         ((rollout, rollout.roll(1, 1), mask), "are shifted by"),
     ):
         messages = []
-        for place in ("cpu", device):
-            with pytest.raises(ValueError, match=words) as raised:
-                correct_rollouts(*(tensor.to(place) for tensor in tensors), CONFIGS["token"]).check()
+        for device_name in ("cpu", device):
+            with pytest.raises(ValueError, match=message) as raised:
+                correct_rollouts(*(tensor.to(device_name) for tensor in tensors), CONFIGS["token"]).check()
             messages.append(str(raised.value))
         assert messages[0] == messages[1]

@@ -55,14 +55,14 @@ def exact(logits, labels, kept=None, over=False):
 
 
 def assert_case(case, device, figures):
-    found, (*expected, grad) = results(case, device), textbook(case)
+    outcome, (*expected, grad) = results(case, device), textbook(case)
     errors = []
-    for got, value in zip(found["values"], expected if case.entropy else expected[:1], strict=True):
+    for got, value in zip(outcome["values"], expected if case.entropy else expected[:1], strict=True):
         assert got.device.type == device.type
         assert got.dtype == FLOAT32
         errors.append(float(((got.cpu().double() - value).abs() / (1 + value.abs())).max()))
     error = largest_error(errors)
-    got = found["grad"].cpu().double()
+    got = outcome["grad"].cpu().double()
     bound = BACKWARD * grad.abs() + 2e-6 + (0 if case.dtype == FLOAT32 else torch.finfo(case.dtype).eps) * grad.abs()
     backward = float(((got - grad).abs() / bound).max())
     figures(forward_error=error, backward_of_bound=backward)
@@ -70,8 +70,8 @@ def assert_case(case, device, figures):
     assert backward <= 1
     assert not got[3].any()
     assert not got[:, case.columns :].any()
-    want = found["grad"].cpu() if case.inplace else case.logits().detach()
-    torch.testing.assert_close(found["after"].cpu(), want, rtol=0, atol=0, equal_nan=True)
+    want = outcome["grad"].cpu() if case.inplace else case.logits().detach()
+    torch.testing.assert_close(outcome["after"].cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,18 +91,18 @@ def test_pytorch(device, figures, monkeypatch, dtype):
 
 
 def test_bad_logits_are_not_hidden(device):
-    found = bad_logits(device).cpu()
-    assert found[:, :4].isnan().all()
-    assert found[:, 4].isfinite().all()
+    values = bad_logits(device).cpu()
+    assert values[:, :4].isnan().all()
+    assert values[:, 4].isfinite().all()
 
 
 def test_float64(device):
     """Has no kernel, and is exact."""
     logits = torch.randn(7, 3001, dtype=torch.float64, device=device, requires_grad=True)
     labels = torch.arange(7, device=device)
-    found = vocab_parallel_log_probs_and_entropy(logits, labels)
-    for one, other in zip(found, exact(logits, labels)[1:], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    values = vocab_parallel_log_probs_and_entropy(logits, labels)
+    for value, expected in zip(values, exact(logits, labels)[1:], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_views(device, figures):
@@ -131,16 +131,16 @@ def test_kept_tokens(device, over):
     labels = ids[:, 3].clone()
     ids = torch.cat([ids, ids[:, :1]], dim=1)[1:].flatten()
     offsets = torch.tensor([0, *range(0, 41 * rows, 41)], device=device)
-    found = vocab_parallel_log_probs_and_entropy(
+    values = vocab_parallel_log_probs_and_entropy(
         logits, labels, support_ids=ids, support_offsets=offsets, entropy_over_support=over
     )
-    sum(result.sum() for result in found).backward()
+    sum(result.sum() for result in values).backward()
     kept = torch.zeros(rows, width, dtype=torch.bool, device=device).index_fill_(0, labels.new_zeros(1), True)
     kept[1:].scatter_(1, ids.view(rows - 1, 41), True)
     leaf, *want = exact(logits, labels, kept, over)
     sum(result.sum() for result in want).backward()
-    for one, other in zip(found, want, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=FORWARD, atol=FORWARD)
+    for value, expected in zip(values, want, strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=FORWARD, atol=FORWARD)
     torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=8e-3, atol=1e-6)
 
 
@@ -189,14 +189,14 @@ def test_cost(device, counts, figures):
         log_probs, entropy = vocab_parallel_log_probs_and_entropy(leaf, labels, inplace_backward=inplace)
         torch.autograd.backward([log_probs, entropy], [torch.ones_like(log_probs), torch.ones_like(entropy)])
 
-    found = measure.costs(work)
+    costs = measure.costs(work)
     backup = logits.clone()
     inplace = measure.peak_bytes(lambda: work(inplace=True)) / size
     assert not torch.equal(backup, logits)
-    figures(launches=found["launches"], syncs=found["syncs"])
-    figures(peak=found["peak_bytes"] / size, peak_in_place=inplace)
-    assert found["syncs"] == 0
-    assert found["peak_bytes"] <= 1.02 * size
+    figures(launches=costs["launches"], syncs=costs["syncs"])
+    figures(peak=costs["peak_bytes"] / size, peak_in_place=inplace)
+    assert costs["syncs"] == 0
+    assert costs["peak_bytes"] <= 1.02 * size
     assert inplace <= 0.02
 
 
@@ -212,14 +212,14 @@ def test_fused_output_layer(device, on_gpu, figures, dtype, accumulates):
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)
     if accumulates:
         weight.main_grad = torch.ones(weight.shape, dtype=FLOAT32, device=device)
-    found = linear_log_probs_and_entropy(hidden, weight, labels, gradient_accumulation=accumulates)
-    (found[0].sum() + found[1].sum()).backward()
+    values = linear_log_probs_and_entropy(hidden, weight, labels, gradient_accumulation=accumulates)
+    (values[0].sum() + values[1].sum()).backward()
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     want = vocab_parallel_log_probs_and_entropy(wide[0] @ wide[1].t(), labels)
     (want[0].sum() + want[1].sum()).backward()
     of_weight = weight.main_grad - 1 if accumulates else weight.grad
     pairs = {
-        "forward": (found[0], want[0]),
+        "forward": (values[0], want[0]),
         "hidden": (hidden.grad, wide[0].grad),
         "weight": (of_weight, wide[1].grad),
     }

@@ -25,9 +25,9 @@ CASES = [
     "case", [pytest.param(one, id=str(one), marks=pytest.mark.gpus(one.layout.world)) for one in CASES]
 )
 def test_layout(device, figures, tmp_path, case):
-    words = words_for(device.type, [*case.words(tmp_path), "--transformer-impl=local"])
+    arguments = words_for(device.type, [*case.words(tmp_path), "--transformer-impl=local"])
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.layout.world}"]
-    command += ["--module", "tests.gpu.training", "rank", str(tmp_path), *words]
+    command += ["--module", "tests.gpu.training", "rank", str(tmp_path), *arguments]
     job(command, 100)
     ranks = range(case.layout.world)
     everywhere = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in ranks]

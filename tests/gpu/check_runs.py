@@ -14,10 +14,10 @@ ITERATIONS = 60
 LIMIT = 140  # seconds of a run
 
 
-def launch(folder, device, *words):
+def launch(folder, device, *arguments):
     """The metrics of each step of a run."""
     command = ["-m", "megatron_rc.launch", "--nproc-per-node=1", "--config=count_up", *ONE_RANK]
-    command += [*words, f"--runs-dir={folder}", "--run-name=run", *(["--cpu"] if device.type == "cpu" else [])]
+    command += [*arguments, f"--runs-dir={folder}", "--run-name=run", *(["--cpu"] if device.type == "cpu" else [])]
     done = job(command, LIMIT)
     if device.type == "cuda":
         assert "runs on the CPU" not in done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_vllm_engine(device, on_gpu, figures, tmp_path, more):
     """In the trainer's own process, with weights handed over in memory; on a GPU it may sleep between rollouts."""
     require("vllm")
     steps = 40 if on_gpu else 2
-    words = ["--rollout-engine=vllm", "--rollout-dtype=bf16", f"--train-iters={steps}", *(more if on_gpu else ())]
-    rows = launch(tmp_path, device, *words)
+    arguments = ["--rollout-engine=vllm", "--rollout-dtype=bf16", f"--train-iters={steps}", *(more if on_gpu else ())]
+    rows = launch(tmp_path, device, *arguments)
     assert len(rows) == steps
     assert_learnt(rows, figures, 0.02 if on_gpu else -1)

@@ -60,18 +60,18 @@ def distance_of(everywhere, case):
     return largest_error(errors)
 
 
-def run(case, words):
+def run(case, arguments):
     old, new = training_cases.weights()
-    return training_cases.run_case(words, training_cases.make_data(), old, new)
+    return training_cases.run_case(arguments, training_cases.make_data(), old, new)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(words, figures, name):
     """In float32, to 1e-4 of each parameter's own."""
     case = CASES[name]
-    found = run(case, words(case=case))
-    figures(gradient_error=distance_of([found], case))
-    matrix.assert_case([found], case)
+    outcome = run(case, words(case=case))
+    figures(gradient_error=distance_of([outcome], case))
+    matrix.assert_case([outcome], case)
 
 
 FUSED = ("--fused-linear-log-probs",)
@@ -125,9 +125,12 @@ def test_fused_rotary_embeddings(words, figures, name):
     """Transformer Engine's rotary kernel gives packed tokens the gradients that PyTorch's operations give."""
     require(TE)
     more = [*TE_LAYERS, *BF16, "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"]
-    found = [steps(words(*more, *own, model=ROTARY[name]), [0])[0] for own in ((), ("--apply-rope-fusion",))]
-    apart = abs(found[1]["grad_norm"] - found[0]["grad_norm"]) / found[0]["grad_norm"]
-    figures(grad_norm_error=apart, loss_error=abs(found[1]["loss/total"] - found[0]["loss/total"]))
+    losses = [
+        steps(words(*more, *fusion_flags, model=ROTARY[name]), [0])[0]
+        for fusion_flags in ((), ("--apply-rope-fusion",))
+    ]
+    apart = abs(losses[1]["grad_norm"] - losses[0]["grad_norm"]) / losses[0]["grad_norm"]
+    figures(grad_norm_error=apart, loss_error=abs(losses[1]["loss/total"] - losses[0]["loss/total"]))
     assert apart <= 1e-2
 
 
@@ -147,11 +150,11 @@ def test_steps(words, on_gpu, figures, more, model):
     """Whole optimizer steps: the weights move, and all metrics are finite."""
     if on_gpu and "--num-experts=4" in more:
         require("transformer_engine.pytorch")  # the launcher refuses experts without it
-    found = steps(words(*more, model=model), [0, 1, 2])
-    assert all(math.isfinite(value) for metrics in found for value in metrics.values())
-    assert all(metrics["grad_norm"] > 0 for metrics in found)
-    assert not any(metrics["skipped_steps"] for metrics in found)
-    figures(loss=found[-1]["loss/total"], grad_norm=found[-1]["grad_norm"])
+    metrics_of_steps = steps(words(*more, model=model), [0, 1, 2])
+    assert all(math.isfinite(value) for metrics in metrics_of_steps for value in metrics.values())
+    assert all(metrics["grad_norm"] > 0 for metrics in metrics_of_steps)
+    assert not any(metrics["skipped_steps"] for metrics in metrics_of_steps)
+    figures(loss=metrics_of_steps[-1]["loss/total"], grad_norm=metrics_of_steps[-1]["grad_norm"])
 
 
 @pytest.mark.timeout(170)
@@ -163,16 +166,16 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
     """
     folder = tmp_path / "checkpoints"
     more = (*more, "--lr=1e-4", "--rollout-rs-threshold=1e-6_1e6,1e6")
-    kept = (*more, f"--save={folder}", f"--load={folder}")
-    steps(words(*kept), [0, 1])
+    arguments = (*more, f"--save={folder}", f"--load={folder}")
+    steps(words(*arguments), [0, 1])
     without = steps(words(*more), [0, 1, 2, 3])
     path = tmp_path / "there.json"
-    job(("-m", "tests.gpu.training", "steps", str(path), "[2]", *words_for("cpu", words(*kept))), 80)
+    job(("-m", "tests.gpu.training", "steps", str(path), "[2]", *words_for("cpu", words(*arguments))), 80)
     there = json.loads(path.read_text(encoding="utf-8"))
-    here = steps(words(*kept), [3])
+    metrics_here = steps(words(*arguments), [3])
     apart = [
         abs(got["grad_norm"] - want["grad_norm"]) / want["grad_norm"]
-        for got, want in zip([*there, *here], without[2:], strict=True)
+        for got, want in zip([*there, *metrics_here], without[2:], strict=True)
     ]
     figures(grad_norm_error_cpu=apart[0], grad_norm_error_back=apart[1])
     assert largest_error(apart) <= (0.05 if "--bf16" in more else 1e-3)
@@ -185,7 +188,7 @@ def test_grouped_experts(words, figures, tmp_path):
 
     require("transformer_engine.pytorch")
     more = [*BF16, "--transformer-impl=transformer_engine", "--num-experts=4", "--moe-ffn-hidden-size=32"]
-    alone, grouped = (make_trainer(words(*more, *own)) for own in ((), ("--moe-grouped-gemm",)))
+    alone, grouped = (make_trainer(words(*more, *kernel_flags)) for kernel_flags in ((), ("--moe-grouped-gemm",)))
     weights = dict(export_model(alone.chunks, alone.config, alone.groups))
     save_file({name: tensor.cpu() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
     load_model(grouped.chunks, grouped.config, grouped.groups, tmp_path)
@@ -193,8 +196,10 @@ def test_grouped_experts(words, figures, tmp_path):
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
     batch = on_device(recorded_batch(0), alone.device)
-    one, other = (trainer.score(cut_batch(batch, trainer.config, trainer.groups)) for trainer in (alone, grouped))
-    difference = float((one - other).abs().max())
+    scores_alone, scores_grouped = (
+        trainer.score(cut_batch(batch, trainer.config, trainer.groups)) for trainer in (alone, grouped)
+    )
+    difference = float((scores_alone - scores_grouped).abs().max())
     figures(largest_difference=difference)
     assert difference < 0.1
 

@@ -92,11 +92,11 @@ def device(request):
 
     import torch
 
-    found = torch.device(request.config.getoption("--device"))
-    if found.type == "cuda":
+    device_of_option = torch.device(request.config.getoption("--device"))
+    if device_of_option.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-    return found
+    return device_of_option
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ def describe():
     """GPUs, Python, packages that are there."""
     import torch
 
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda, "gpus": []}
+    description = {"python": platform.python_version(), "cuda": torch.version.cuda, "gpus": []}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            description[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
-        found["gpus"].append(
+        description["gpus"].append(
             {
                 "name": about.name,
                 "bytes": about.total_memory,
@@ -29,7 +29,7 @@ def describe():
                 "l2_bytes": about.L2_cache_size,
             }
         )
-    return found
+    return description
 
 
 if __name__ == "__main__":

@@ -52,9 +52,9 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
     if wheels and not files:
         end(f"WHEELS={wheels} holds no .whl file: fill it with `make wheels WHEELS={wheels}`", UNUSABLE)
     stamp = folder / ".made"
-    wanted = _fingerprint(files)
+    fingerprint = _fingerprint(files)
     python = folder / "bin" / "python"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == fingerprint:
         return python
     say(f"== environment in {folder}, with Python {sys.version.split()[0]}")
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
@@ -65,11 +65,13 @@ def prepare(folder: Path, wheels: Path | None) -> Path:
         _install_from_index(python)
     else:
         _install_wheels(python, files)
-    found = _ask(python)
-    if found["missing"]:
+    description = _ask(python)
+    if description["missing"]:
         remedy = f"put their wheels into {wheels}" if wheels else "install them into this Python"
-        end(f"the checks need {', '.join(found['missing'])}, which are not here: {remedy} (docs/gpu.md)", UNUSABLE)
-    stamp.write_text(wanted, encoding="utf-8")
+        end(
+            f"the checks need {', '.join(description['missing'])}, which are not here: {remedy} (docs/gpu.md)", UNUSABLE
+        )
+    stamp.write_text(fingerprint, encoding="utf-8")
     return python
 
 
@@ -93,24 +95,24 @@ def _fingerprint(files: list[Path]) -> str:
 def _install_wheels(python: Path, files: list[Path]) -> None:
     packages = _ask(python)["packages"]
     missing = [file for file in files if _name_of(file) not in packages]
-    kept = [f"{name} {packages[name]}" for name in map(_name_of, files) if name in packages]
-    if kept:
-        say(f"== kept as they are here: {', '.join(kept)}")
+    already_there = [f"{name} {packages[name]}" for name in map(_name_of, files) if name in packages]
+    if already_there:
+        say(f"== kept as they are here: {', '.join(already_there)}")
     if missing:
         say(f"== from wheels: {', '.join(file.name.split('-py3-')[0] for file in missing)}")
         _pip(python, "--no-index", "--no-deps", "--no-compile", *map(str, missing))
 
 
 def _install_from_index(python: Path) -> None:
-    found = _ask(python)
+    description = _ask(python)
     constraints = python.parent.parent / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    if found["cuda"]:
+    if description["cuda"]:
         # Triton and the rest of CUDA belong to the PyTorch that is here.
-        kept = [name for name in ("torch", "triton") if name in found["packages"]]
-        lines = [line for line in lines if line.partition("==")[0] not in kept]
-        lines += [f"{name}=={found['packages'][name]}" for name in kept]
-        say(f"== PyTorch {found['torch']} stays")
+        already_there = [name for name in ("torch", "triton") if name in description["packages"]]
+        lines = [line for line in lines if line.partition("==")[0] not in already_there]
+        lines += [f"{name}=={description['packages'][name]}" for name in already_there]
+        say(f"== PyTorch {description['torch']} stays")
     constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
     _pip(python, "-c", str(constraints), "-e", f"{ROOT}[launch,test]")
 

@@ -36,10 +36,12 @@ def count_launches(work: Callable[[], object]) -> tuple[int, float]:
         work()
         torch.cuda.synchronize()
     events = list(record.events())
-    found = sum(event.name.startswith(_LAUNCHES) for event in events)
-    if not found:
+    num_launches = sum(event.name.startswith(_LAUNCHES) for event in events)
+    if not num_launches:
         raise RuntimeError("the profiler saw no kernel: it cannot see this GPU's, or the work launches none")
-    return found, sum(event.time_range.elapsed_us() for event in events if event.device_type == DeviceType.CUDA) / 1e3
+    return num_launches, sum(
+        event.time_range.elapsed_us() for event in events if event.device_type == DeviceType.CUDA
+    ) / 1e3
 
 
 def count_syncs(work: Callable[[], object]) -> int:
@@ -81,7 +83,7 @@ def milliseconds(
             step, and what is measured is the GPU alone. Not for work in which the host waits.
     """
     on_gpu = device.type == "cuda"
-    found = []
+    rounds = []
     for _ in range(turns + 3):
         marks: list[Any] = []
         if on_gpu:
@@ -94,8 +96,8 @@ def milliseconds(
         if on_gpu:
             torch.cuda.synchronize()
         pairs = pairwise(marks)
-        found.append([one.elapsed_time(other) if on_gpu else 1e3 * (other - one) for one, other in pairs])
-    return [statistics.median(column) for column in zip(*found[3:], strict=True)]
+        rounds.append([begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin) for begin, end in pairs])
+    return [statistics.median(column) for column in zip(*rounds[3:], strict=True)]
 
 
 def _mark(marks: list[Any], on_gpu: bool) -> None:

@@ -9,8 +9,8 @@ def require(*packages):
     """Skip without one of these packages."""
     for package in packages:
         try:
-            found = importlib.util.find_spec(package)
+            spec = importlib.util.find_spec(package)
         except ImportError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             pytest.skip(f"{package} is not installed")

@@ -24,13 +24,13 @@ from tests.support.recorded_training import make_trainer, recorded_batch, run_co
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def words_for(device: str, words: Sequence[str]) -> list[str]:
+def words_for(device: str, arguments: Sequence[str]) -> list[str]:
     """Flags for a device, from those of the tests, which train on a CPU."""
-    return [word for word in words if word != "--cpu"] + ["--cpu"] * (device == "cpu")
+    return [word for word in arguments if word != "--cpu"] + ["--cpu"] * (device == "cpu")
 
 
 @contextlib.contextmanager
-def joined(words: Sequence[str]) -> Iterator[None]:
+def joined(arguments: Sequence[str]) -> Iterator[None]:
     """Megatron's groups as these flags have them: nccl on a GPU, gloo behind the CPU switch else.
 
     The ranks are torchrun's; without it this process is the only one.
@@ -41,7 +41,7 @@ def joined(words: Sequence[str]) -> Iterator[None]:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(free_port())
     ignore_megatron_warnings()
-    config = run_config(list(words), int(os.environ["WORLD_SIZE"]), engine=False)
+    config = run_config(list(arguments), int(os.environ["WORLD_SIZE"]), engine=False)
     with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
         from megatron_rc.launch.distributed import initialize, shut_down
 
@@ -50,50 +50,50 @@ def joined(words: Sequence[str]) -> Iterator[None]:
         shut_down()
 
 
-def job(words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def job(arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """``python words``, which must succeed, as a job of its own beside the ranks of this process."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": seconds}
-    done = subprocess.run((sys.executable, *words), **options, check=False)
+    done = subprocess.run((sys.executable, *arguments), **options, check=False)
     assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
     return done
 
 
 def free_port() -> int:
     """One that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-def steps(words: Sequence[str], batches: Sequence[int]) -> list[dict[str, float]]:
+def steps(arguments: Sequence[str], batches: Sequence[int]) -> list[dict[str, float]]:
     """The metrics of one optimizer step on each of these recorded batches; ends with a checkpoint if asked for one."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     # Of several trainers in one process each would begin with other weights.
-    model_parallel_cuda_manual_seed(run_config(list(words), engine=False).training.seed)
-    trainer = make_trainer(list(words))
-    found = []
+    model_parallel_cuda_manual_seed(run_config(list(arguments), engine=False).training.seed)
+    trainer = make_trainer(list(arguments))
+    metrics = []
     for index in batches:
         prepared = trainer.prepare(on_device(recorded_batch(index), trainer.device))
-        found.append(trainer.update(prepared, 0))
+        metrics.append(trainer.update(prepared, 0))
     if trainer.config.checkpoints.save:
         trainer.save()
-    return found
+    return metrics
 
 
-def go_on(path: Path, batches: Sequence[int], words: Sequence[str]) -> None:
+def go_on(path: Path, batches: Sequence[int], arguments: Sequence[str]) -> None:
     """Steps on these batches from whatever the flags load; their metrics go to the file."""
-    with joined(words):
-        path.write_text(json.dumps(steps(words, batches)), encoding="utf-8")
+    with joined(arguments):
+        path.write_text(json.dumps(steps(arguments, batches)), encoding="utf-8")
 
 
-def one_rank(folder: Path, words: Sequence[str]) -> None:
+def one_rank(folder: Path, arguments: Sequence[str]) -> None:
     """A case of the matrix on this rank; what it finds goes to the folder."""
     old, new = training_cases.weights()
-    with joined(words):
-        found = training_cases.run_case(list(words), training_cases.make_data(), old, new)
-        torch.save(found, folder / f"rank-{os.environ['RANK']}.pt")
+    with joined(arguments):
+        outcome = training_cases.run_case(list(arguments), training_cases.make_data(), old, new)
+        torch.save(outcome, folder / f"rank-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

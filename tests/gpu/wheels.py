@@ -23,23 +23,23 @@ PLATFORMS += ["manylinux1_x86_64", "manylinux2014_x86_64"]
 def requirements(names: Sequence[str]) -> list[str]:
     """The lines of the list, or those of these packages alone."""
     lines = [line for line in LIST.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    known = {line.partition("==")[0]: line for line in lines}
-    unknown = [name for name in names if name not in known]
+    pinned = {line.partition("==")[0]: line for line in lines}
+    unknown = [name for name in names if name not in pinned]
     if unknown:
         end(f"{', '.join(unknown)} is not in {LIST.name}: leave it out, or add it there", USAGE)
-    return [known[name] for name in names] if names else lines
+    return [pinned[name] for name in names] if names else lines
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Fill the folder, and say how large it is."""
-    if not words or not words[0]:
+    if not arguments or not arguments[0]:
         end("name a folder for the wheels: make wheels WHEELS=DIR", USAGE)
-    folder = Path(words[0])
-    wanted = requirements(words[1:])
+    folder = Path(arguments[0])
+    pinned_lines = requirements(arguments[1:])
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     command += ["--python-version", PYTHON, "--implementation", "cp"]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    done = subprocess.run([*command, *wanted], check=False)
+    done = subprocess.run([*command, *pinned_lines], check=False)
     if done.returncode:
         end(f"pip could not download all wheels (exit {done.returncode}): see its message above", done.returncode)
     files = list(folder.glob("*.whl"))

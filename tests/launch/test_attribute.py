@@ -18,7 +18,9 @@ from tests.support.commands import code_of
 from tests.support.made_rollouts import made_batch
 from tests.support.published_models import MODELS, save_random
 from tests.support.ranks import Layout
+from tests.support.read_back import ReadableServer
 from tests.support.recorded_training import COMMON, make_trainer
+from tests.support.rollout_servers import running
 
 LAYOUT = Layout(pp=2)
 LENGTH = 12
@@ -131,6 +133,46 @@ def test_a_rounding_is_that_of_the_flag(home, tmp_path, capsys):
     assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
 
 
+STALE = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def stale_server(home):
+    """A server with the trainer's weights in bfloat16, but for one projection, which an update left out."""
+    folder, _ = home
+    weights = {name: weight.detach().bfloat16() for name, weight in model_of(folder / "trainer").named_parameters()}
+    weights[STALE] = model_of(folder / "engine").get_parameter(STALE).detach().bfloat16()
+    with running(kind=ReadableServer) as server:
+        server.held = weights
+        yield server
+
+
+@pytest.mark.parametrize("engine", ["sglang-server", "vllm-server"])
+def test_a_servers_stale_projection_is_all_of_the_excess(home, stale_server, capsys, engine):
+    folder, _ = home
+    words = ["--load", folder / "run", "--rollout-url", stale_server.url, "--rollout-engine", engine]
+    words += ["--rollout-dtype=bf16", "--attribution-nodes=2"]
+    metrics = result_of(capsys, *words, folder / "records.jsonl")
+    excess = {name: share for name, share in metrics["excess"].items() if share}
+    assert excess.keys() == {"decoder.layers.1.mlp.linear_fc2.weight"}
+    (name,) = excess
+    assert metrics["parts"][name] == pytest.approx(excess[name], rel=0.05), "its rounding is the rest of its part"
+    assert metrics["parts"][name] != excess[name]
+
+    assert code_of(command.main, *words, folder / "records.jsonl") == 0
+    assert "largest excess" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"), [("run/iter_0000005", "no excess"), ("run/iter_0000003", "largest excess")]
+)
+def test_the_excess_of_an_older_checkpoint_in_the_same_format(home, capsys, engine, words):
+    folder, _ = home
+    flags = ["--load", folder / "run", "--engine-weights", folder / engine, "--rollout-dtype=fp8-e4m3"]
+    assert code_of(command.main, *flags, folder / "records.jsonl") == 0
+    assert words in capsys.readouterr().out
+
+
 def test_the_text_names_layers_and_largest_parts(home, capsys):
     folder, _ = home
     words = ["--load", folder / "run", "--engine-weights", folder / "engine", "--attribution-nodes=3"]
@@ -153,6 +195,13 @@ def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
     [
         (["--load=nowhere", "--rollout-dtype=int8", "records.jsonl"], 2, "nowhere"),
         (["--load=run", "records.jsonl"], 2, "--engine-weights"),
+        (["--load=run", "--rollout-url=http://h:1", "records.jsonl"], 2, "--rollout-engine"),
+        (["--load=run", "--rollout-url=h", "--rollout-engine=sglang-server", "records.jsonl"], 2, "'h'"),
+        (
+            ["--load=run", "--engine-weights=run", "--rollout-url=http://h:1", "--rollout-engine=vllm-server", "a"],
+            2,
+            "--engine-weights and --rollout-url",
+        ),
         (["--load=run", "--rollout-dtype=int8", "--attribution-nodes=0", "records.jsonl"], 2, "--attribution-nodes 0"),
         (["--load=run", "--engine-weights=run/iter_0000004", "records.jsonl"], 2, "iter_0000004"),
         (["--load=run", "--ckpt-step=4", "--rollout-dtype=int8", "records.jsonl"], 1, "4"),

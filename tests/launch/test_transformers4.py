@@ -61,8 +61,9 @@ def rotary_parameters(folder):
 def rotary_flags(folder):
     """What this program reads."""
     flags = read_architecture(folder)
-    names = [name for name in flags if "rotary" in name or "mscale" in name or name == "rope-scaling-factor"]
-    return {name: float(flags[name]) for name in names}
+    words = ("rotary", "mscale", "rope-scaling", "rope-dynamic", "yarn")
+    found = {name: flags[name] for name in flags if any(word in name for word in words)}
+    return {name: value if value.isalpha() else float(value) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

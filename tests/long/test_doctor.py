@@ -17,23 +17,23 @@ KNOWN = {"settings known": True, "settings unknown": False}
 log = logging.getLogger(__name__)
 
 
-def settings_of(level, known):
-    return flags(LEVELS[level]) if known else None
+def settings_of(level, is_known):
+    return flags(LEVELS[level]) if is_known else None
 
 
 def test_at_most_one_of_200_healthy_runs_is_called_unhealthy():
     """Rules of the kind ``weights`` call no run unhealthy; they are logged too."""
     unhealthy = Counter()
-    found = Counter()
+    alarms = Counter()
     for seed in range(RUNS):
         columns = zip(*healthy_rows(seed, LEVELS.values()), strict=True)
         for level, rows in zip(LEVELS, columns, strict=True):
-            for words, known in KNOWN.items():
-                said = verdicts(rows, settings_of(level, known))
-                unhealthy[level, words] += set(said.values()) - {"weights"} != set()
-                found.update((level, words, name) for name in said)
-    log.info("unhealthy of %d runs: %s; verdicts: %s", RUNS, dict(unhealthy), dict(found))
-    assert set(unhealthy) == {(level, words) for level in LEVELS for words in KNOWN}
+            for title, is_known in KNOWN.items():
+                names = verdicts(rows, settings_of(level, is_known))
+                unhealthy[level, title] += set(names.values()) - {"weights"} != set()
+                alarms.update((level, title, name) for name in names)
+    log.info("unhealthy of %d runs: %s; verdicts: %s", RUNS, dict(unhealthy), dict(alarms))
+    assert set(unhealthy) == {(level, title) for level in LEVELS for title in KNOWN}
     assert max(unhealthy.values()) <= 1
 
 
@@ -49,11 +49,11 @@ def test_a_fault_is_the_same_at_every_level(fault):
         batch = made(fault, seed, drawn)
         for level, fields in LEVELS.items():
             metrics = exported(batch, fields)
-            for words, known in KNOWN.items():
-                said = next(iter(verdicts([metrics] * 3, settings_of(level, known))), "nothing")
-                right[level, words] += said == SEEN.get(fault, "precision")
-                if said != SEEN.get(fault, "precision"):
-                    log.info("%s, %s, %s: %s on %s", fault, level, words, said, drawn)
+            for title, is_known in KNOWN.items():
+                name = next(iter(verdicts([metrics] * 3, settings_of(level, is_known))), "nothing")
+                right[level, title] += name == SEEN.get(fault, "precision")
+                if name != SEEN.get(fault, "precision"):
+                    log.info("%s, %s, %s: %s on %s", fault, level, title, name, drawn)
     log.info("%s: %s of %d", fault, dict(right), BATCHES)
     assert min(right.values()) >= BATCHES - 2
     assert max(right.values()) - min(right.values()) <= 1, "a level changes what is told"

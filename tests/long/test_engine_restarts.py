@@ -44,8 +44,8 @@ class Supervised:
         while not self.ended.wait(0.1):
             if (self.process is None or self.process.poll() is not None) and self.directory.is_dir():
                 self.ended.wait(self.pause * (self.process is not None))
-                words = ["-m", "tests.support.served_engine", str(self.port), str(self.directory)]
-                self.process = subprocess.Popen([sys.executable, *words], cwd=ROOT)
+                arguments = ["-m", "tests.support.served_engine", str(self.port), str(self.directory)]
+                self.process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT)
                 self.starts += 1
 
 
@@ -55,10 +55,10 @@ def run(folder, kills):
     begun = time.monotonic()
     (folder / "weights").mkdir(parents=True)
     with Supervised(folder / "weights" / "replica-0", pause=1) as server, (folder / "log").open("w") as log:
-        words = ["--nproc-per-node=2", *SMALL, *TWO, f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}"]
-        words += ["--rollout-engine=vllm-server", f"--rollout-url=http://127.0.0.1:{server.port}"]
-        words += [f"--rollout-weights-dir={folder}/weights", "--rollout-timeout=120", "--rollout-dtype=fp32"]
-        process = start(launch(*words, f"--runs-dir={folder}"), stdout=log, stderr=log)
+        arguments = ["--nproc-per-node=2", *SMALL, *TWO, f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}"]
+        arguments += ["--rollout-engine=vllm-server", f"--rollout-url=http://127.0.0.1:{server.port}"]
+        arguments += [f"--rollout-weights-dir={folder}/weights", "--rollout-timeout=120", "--rollout-dtype=fp32"]
+        process = start(launch(*arguments, f"--runs-dir={folder}"), stdout=log, stderr=log)
         killed = 0
         while process.poll() is None:
             time.sleep(0.02)

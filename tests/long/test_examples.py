@@ -28,11 +28,13 @@ def test_the_commands_run_in_their_order(tmp_path):
             assert end.returncode == 0, f"{command}\n{end.stderr}"
             shown[command] = end.stdout
     loops = [text.splitlines() for command, text in shown.items() if "own_loop" in command]
-    (said,) = re.findall(r"^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    (printed_on_page,) = re.findall(
+        r"^```text\n(.*?)^```", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     assert len(loops) == 3
     for lines in loops:
         assert len(lines) == 12
-        for line, known in zip((lines[0], lines[-1]), said.splitlines(), strict=True):
-            assert numbers(line) == pytest.approx(numbers(known), rel=1e-2)
+        for line, expected_line in zip((lines[0], lines[-1]), printed_on_page.splitlines(), strict=True):
+            assert numbers(line) == pytest.approx(numbers(expected_line), rel=1e-2)
     assert (tmp_path / "weights.png").is_file()
     assert len(list((tmp_path / "runs" / "count_up").glob("metrics*.jsonl"))) == 3

@@ -27,8 +27,8 @@ def run(tmp_path):
     opened = []
 
     def begin(*more):
-        words = launch(*WORDS, f"--runs-dir={tmp_path}", f"--save={tmp_path}/disk/save", *more)
-        process = start(["-c", ON_A_DISK, tmp_path / "disk", sys.executable, *words])
+        arguments = launch(*WORDS, f"--runs-dir={tmp_path}", f"--save={tmp_path}/disk/save", *more)
+        process = start(["-c", ON_A_DISK, tmp_path / "disk", sys.executable, *arguments])
         wait_for(lambda: rows_of(tmp_path / "count_up") >= 5, process, 300)
         opened.append(os.open(f"/proc/{process.pid}/root{tmp_path}/disk", os.O_RDONLY))
         return process, f"/proc/self/fd/{opened[0]}"

@@ -62,10 +62,10 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("how", STARTS)
 def test_ranks_that_are_killed_again_and_again_take_the_same_steps(how, loops, whole, tmp_path):
     before, between = STARTS[how]
-    words = [*before, "--nproc-per-node=2", f"--max-restarts={KILLS}", *between, *WORDS, *files(tmp_path)]
+    arguments = [*before, "--nproc-per-node=2", f"--max-restarts={KILLS}", *between, *WORDS, *files(tmp_path)]
     begun = time.monotonic()
     with busy(loops):
-        process = start(words, env=environment(kills(tmp_path / "hits")))
+        process = start(arguments, env=environment(kills(tmp_path / "hits")))
         code, _, errors = finish(process, 3000)
     assert code == 0, errors
     hits = (tmp_path / "hits").read_text().splitlines()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rc.correction.reductions import CompiledReductions
+from megatron_rc.batch.compiled import CompiledReductions
 
 
 @pytest.mark.parametrize("length", [2**16, 2**20], ids=str)

@@ -40,9 +40,9 @@ if "RANK" in os.environ:
 def test_memory_descriptors_and_threads_stay_flat(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(IN_EVERY_RANK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    words = ["--nproc-per-node=4", "--config=count_up", f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}"]
+    arguments = ["--nproc-per-node=4", "--config=count_up", f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}"]
     with (tmp_path / "log").open("w") as log:
-        process = start(launch(*words, f"--runs-dir={tmp_path}"), stdout=log, stderr=log)
+        process = start(launch(*arguments, f"--runs-dir={tmp_path}"), stdout=log, stderr=log)
     folder = tmp_path / "count_up"
     wait_for(lambda: rows_of(folder), process, 300)
     ranks = [psutil.Process(pid) for pid in children(process.pid)]
@@ -63,7 +63,7 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path, monkeypatch):
     logging.info("bytes a step: %s, after %.0f s", [round(slope) for slope in slopes], time.monotonic() - begun)
     assert max(slopes) <= SLOPE
     for rank in range(4):
-        for counts in zip(*(held[rank] for held in seen), strict=True):
+        for counts in zip(*(counts_of_ranks[rank] for counts_of_ranks in seen), strict=True):
             logging.info("rank %d: descriptors, then threads: %s", rank, {*counts})
             assert max(counts[-50:]) <= max(counts[:50])
 

@@ -10,8 +10,8 @@ from tests.support.runs import finish, launch, read, start
 def test_the_critic_and_the_policy_learn_the_task(tmp_path):
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     command = re.search(r"^run-ppo:.*?launch (.*?) \$\(FLAGS\)$", text, flags=re.MULTILINE | re.DOTALL).group(1)
-    words = shlex.split(command.replace("$(NPROC)", "4"))
-    code, _, errors = finish(start(launch(*words, f"--runs-dir={tmp_path}")), timeout=1800)
+    arguments = shlex.split(command.replace("$(NPROC)", "4"))
+    code, _, errors = finish(start(launch(*arguments, f"--runs-dir={tmp_path}")), timeout=1800)
     assert code == 0, errors
     rows = read(tmp_path / "count_up_ppo")
     rewards = [row["reward/mean"] for row in rows]

@@ -26,6 +26,7 @@ SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-he
 LLAMA = f"""{SIZES} --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
     --group-query-attention --num-query-groups 2"""
 QWEN3 = f"{LLAMA} --qk-layernorm --kv-channels 16 --rotary-base 1000000"
+OLMO = "--layer-norms after --qk-layernorm --qk-norm-over all_heads"
 SIGMOID = """--num-experts 8 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 24
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias"""
 LATENT = f"""{SIZES} --multi-latent-attention --qk-layernorm --normalization RMSNorm --swiglu
@@ -39,6 +40,19 @@ FLAGS = {
     "qwen2.5": f"{LLAMA} --add-qkv-bias --rotary-base 1000000",
     "qwen3": QWEN3,
     "qwen3-moe": f"{QWEN3} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24",
+    "qwen3-yarn": f"""{QWEN3} --position-embedding-type yarn --yarn-rotary-scaling-factor 4
+        --yarn-original-max-position-embeddings 32768 --yarn-attention-factor 1.2
+        --max-position-embeddings 131072""",
+    "deepseek-coder": f"{LLAMA} --rotary-seq-len-interpolation-factor 4 --add-qkv-bias --attention-output-bias",
+    "phi-4": f"{LLAMA} --hf-model-type phi3 --rotary-base 250000",
+    "seed-oss": f"{LLAMA} --hf-model-type seed_oss --add-qkv-bias --kv-channels 16 --rotary-base 10000000",
+    "smollm3": f"{LLAMA} --no-rope-freq 2 --rotary-base 5000000",
+    "olmo-2": f"{LLAMA} {OLMO}",
+    "olmo-3": f"{LLAMA} {OLMO} --hf-model-type olmo3 --sliding-window 4096 --rotary-base 500000",
+    "glm-4-0414": f"""{LLAMA} --layer-norms around --rotary-interleaved --rotary-percent 0.5 --add-qkv-bias
+        --kv-channels 16""",
+    "qwen1.5-moe": f"""{LLAMA} --add-qkv-bias --num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax
+        --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate""",
     "mixtral": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --rotary-base 50000",
     "deepseek-v3": f"""{LATENT} --rope-type yarn --rotary-scaling-factor 40 --mscale-all-dim 1.0
         --max-position-embeddings 163840""",
@@ -85,19 +99,20 @@ def words(source, name, origin):
     if origin == "published":
         entries = PUBLISHED[name] | {"torch_dtype": "float32"}
         (source / "config.json").write_text(json.dumps(entries))
-    given = [*words_of(source, Layout()), f"--seq-length={LENGTH}"]
+    arguments = [*words_of(source, Layout()), f"--seq-length={LENGTH}"]
     if origin == "flags":
-        given = [*FLAGS[name].split(), *COMMON, f"--seq-length={LENGTH}", f"--runs-dir={source}/runs"]
-    return given
+        launch = [*COMMON, f"--seq-length={LENGTH}", f"--runs-dir={source}/runs"]
+        arguments = ["--from-scratch", *FLAGS[name].split(), *launch]
+    return arguments
 
 
-def export(given, tokens, target):
+def export(arguments, tokens, target):
     """Write the model of these flags, and return the trainer's log-probs of the tokens."""
     from megatron_rc.launch.tasks.text import CharacterText
     from megatron_rc.launch.training.hugging_face import write_directory
     from megatron_rc.launch.weights.converter import export_model
 
-    trainer = make_trainer(given)
+    trainer = make_trainer(arguments)
     (chunk,) = trainer.chunks
     positions = torch.arange(tokens.shape[1]).unsqueeze(0)
     with torch.no_grad():
@@ -142,10 +157,10 @@ def test_both_read_what_was_trained(read, name, origin):
     folder = home / f"{name}-{origin}"
     releases = [by_5] if name in ONLY_IN_5 else [by_5, by_4]
     for release in releases:
-        found = release[str(folder)]
-        assert "error" not in found, found
-        assert found["left_out"] == []
-        assert found["dtype"] == "torch.float32"
+        outcome = release[str(folder)]
+        assert "error" not in outcome, outcome
+        assert outcome["left_out"] == []
+        assert outcome["dtype"] == "torch.float32"
         log_probs = torch.load(folder / f"log_probs-{release['version']}.pt")
         torch.testing.assert_close(log_probs, trained[folder], rtol=0, atol=2e-6)
     assert by_5[str(folder)]["said"] == []
@@ -160,5 +175,8 @@ def check_settings(found_5, found_4):
     settings_5 = found_5["config"]
     settings_4 = found_4["config"]
     for name in (settings_5.keys() & settings_4.keys()) - APART:
-        assert settings_4[name] == settings_5[name], name
+        if name == "sliding_window":  # Qwen2-MoE without windows: 0 since transformers 5, None before
+            assert (settings_4[name] or None) == (settings_5[name] or None)
+        else:
+            assert settings_4[name] == settings_5[name], name
     assert found_4["said"] == []

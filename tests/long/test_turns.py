@@ -13,10 +13,10 @@ SECTION = PAGE.partition("## Several turns")[2].partition("\n## ")[0]
 COMMAND = shlex.split(re.search(r"^python (.*)$", SECTION, flags=re.MULTILINE).group(1))
 
 
-def figures(words):
+def figures(arguments):
     """The figures of the three seeds in front of some words of the page."""
     three = r"(0\.\d\d),\s+(0\.\d\d)\s+and\s+(0\.\d\d)\s+in\s+the\s+"
-    return [float(text) for text in re.search(three + words, SECTION).groups()]
+    return [float(text) for text in re.search(three + arguments, SECTION).groups()]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

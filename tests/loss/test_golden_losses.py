@@ -131,22 +131,22 @@ def clips(case):
     config = case["config"]
     low, high, dual, default = CLIPS[case["source"]["project"]]
     both = config.get("clip_ratio", 0.2)
-    found = {
+    clipping = {
         name: both if config.get(theirs) is None else config[theirs]
         for name, theirs in (("clip_low", low), ("clip_high", high))
     }
     if algorithm_of(case) == "sapo":
-        found |= {name: config[name] for name in ("tau_pos", "tau_neg")}
+        clipping |= {name: config[name] for name in ("tau_pos", "tau_neg")}
     takes_dual_clip = algorithm_of(case) in ("ppo_clip", "dppo_tv", "dppo_kl")
-    return found | {"dual_clip": config.get(dual, default) if takes_dual_clip else None}
+    return clipping | {"dual_clip": config.get(dual, default) if takes_dual_clip else None}
 
 
 def aggregation(case):
     """(mode, loss_scale_factor) of a case."""
     of_sequences = case["algorithm"] in ("gspo", "gmpo", "sapo") and case["source"]["project"] == "verl"
     mode = "seq-mean-token-mean" if of_sequences else case["loss_agg_mode"]
-    known = case["config"].get("global_batch_info", {})
-    width = known.get("loss_scale_factor", case["shape"][1])
+    batch_info = case["config"].get("global_batch_info", {})
+    width = batch_info.get("loss_scale_factor", case["shape"][1])
     return mode, {"token-sum": 1.0, "seq-mean-token-sum-norm": float(width)}.get(mode)
 
 
@@ -204,13 +204,13 @@ def decoupled(case, **changes):
 
 def aggregated(case, per_token, accepted, mask):
     mode, factor = aggregation(case)
-    known = case["config"].get("global_batch_info")
-    if known is None:
+    batch_info = case["config"].get("global_batch_info")
+    if batch_info is None:
         return aggregate_loss(per_token, accepted, mode, denominator_mask=mask, loss_scale_factor=factor)
-    counts = (known.get(name, math.nan) for name in ("batch_num_tokens", "global_batch_size"))
+    counts = (batch_info.get(name, math.nan) for name in ("batch_num_tokens", "global_batch_size"))
     tokens, sequences = (torch.tensor(count, dtype=torch.float64) for count in counts)
     total = loss_sum(per_token, accepted, mode, mask.sum(1).double(), SequenceLayout.padded(*mask.shape))
-    return total / denominator(mode, factor, tokens, sequences) * known["dp_size"]
+    return total / denominator(mode, factor, tokens, sequences) * batch_info["dp_size"]
 
 
 def corrects_in_loss(case, config, **changes):
@@ -332,8 +332,8 @@ def of_correction(case, name, metrics):
     case = case | {"generation": GENERATION[case["source"]["release"]]}
     reason = test_golden.left_out(case, name, (inputs[0] - inputs[1])[inputs[2]])
 
-    def metrics_of(other):
-        return metrics if other == config else correct_rollouts(*inputs, other).metrics()
+    def metrics_of(changed_config):
+        return metrics if changed_config == config else correct_rollouts(*inputs, changed_config).metrics()
 
     return reason, None if reason else test_golden.ours(case, config, metrics_of, name)
 

@@ -13,6 +13,7 @@ from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.support.far_device import far_device
+from tests.support.objectives_oracle import divergence_of
 from tests.support.on_rank import outcome
 from tests.support.ranks import Layout
 
@@ -94,6 +95,11 @@ def test_gspo_takes_the_mean_that_is_known():
         ({"aggregation": "token-sum"}, "loss_scale_factor=None"),
         ({"algorithm": "ppo_clip", "tau_pos": 1.0}, "tau_pos=1.0"),
         ({"algorithm": "sapo", "tau_neg": 0.0}, "tau_neg=0.0"),
+        ({"distillation_coef": -1.0}, "distillation_coef=-1.0"),
+        ({"distillation_coef": 0.5, "algorithm": "distill"}, r"distillation_coef=0\.5 .*'distill'"),
+        ({"distillation_kind": "kl"}, "distillation_kind='kl'"),
+        ({"distillation_beta": 0.3}, r"distillation_beta=0\.3 .*distillation_kind='reverse_kl'"),
+        ({"distillation_kind": "jsd", "distillation_beta": 1.0}, r"distillation_beta=1\.0"),
     ],
 )
 def test_objectives_that_cannot_work_are_refused_and_those_at_the_edge_are_not(fields, message):
@@ -152,7 +158,10 @@ def test_narrow_log_probs_are_reckoned_with_in_float32(algorithm, dtype):
     gradients = []
     for theta, old in (narrow, narrow.double()):
         theta = theta.clone().requires_grad_()
-        objective = policy_loss(theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **bounds)
+        divergence = divergence_of(algorithm, theta)
+        objective = policy_loss(
+            theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, divergence=divergence, **bounds
+        )
         loss = objective.per_token + 0.1 * torch.where(mask, kl_penalty(theta, old, "k3"), 0)
         loss.sum().backward()
         losses.append(loss.detach())
@@ -214,6 +223,7 @@ def test_statistics_take_more_sums_and_become_metrics():
         "policy/dual_clip_fraction": 0,
         "policy/entropy": 3,
         "policy/reference_kl": 0,
+        "policy/divergence": 0,
     }
     assert metrics == pytest.approx(expected)
     assert derived(LossStatistics.nothing()) == dict.fromkeys(expected, 0)
@@ -344,7 +354,10 @@ def test_masked_positions_change_no_bit(algorithm):
             torch.where(mask, -torch.rand(2, 3, generator=generator), filler) for _ in range(4)
         )
         log_probs.requires_grad_()
-        loss = policy_loss(log_probs, old_log_probs, advantages, mask, algorithm=algorithm, weights=weights)
+        divergence = divergence_of(algorithm, log_probs)
+        loss = policy_loss(
+            log_probs, old_log_probs, advantages, mask, algorithm=algorithm, weights=weights, divergence=divergence
+        )
         loss.per_token.sum().backward()
         assert not log_probs.grad[~mask].any()
         assert not loss.per_token[~mask].any()

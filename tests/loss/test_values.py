@@ -12,8 +12,8 @@ OLD = torch.tensor([[0.5, 0.5, 0.5, 2.9]])
 MASK = torch.tensor([[True, True, True, True]])
 
 
-def metrics(found):
-    return derive_value_metrics(dict(zip(SUMS, found.sums.tolist(), strict=True)))
+def metrics(objective):
+    return derive_value_metrics(dict(zip(SUMS, objective.sums.tolist(), strict=True)))
 
 
 def random_case(seed, shape=(5, 40)):
@@ -27,7 +27,9 @@ def random_case(seed, shape=(5, 40)):
 def test_loss_and_gradient_are_those_of_loops(clip, weighed):
     values, returns, old, mask, weights = random_case(1)
     values.requires_grad_()
-    found = value_loss(values, returns, mask, old_values=old, clip=clip, weights=weights if weighed else None)
+    objective_of_values = value_loss(
+        values, returns, mask, old_values=old, clip=clip, weights=weights if weighed else None
+    )
     objective = critic_oracle.Objective(clip=clip)
     total = 0.0
     clipped = 0
@@ -36,13 +38,15 @@ def test_loss_and_gradient_are_those_of_loops(clip, weighed):
         total = total + loss * (weights[row, t] if weighed else 1)
         clipped = clipped + is_clipped
     (want,) = torch.autograd.grad(total, values)
-    (got,) = torch.autograd.grad(found.per_token.sum(), values)
-    torch.testing.assert_close(found.per_token.sum(), total)
+    (got,) = torch.autograd.grad(objective_of_values.per_token.sum(), values)
+    torch.testing.assert_close(objective_of_values.per_token.sum(), total)
     torch.testing.assert_close(got, want)
     assert (clipped > 10) == (clip is not None)
-    wanted = {"clip_fraction": clipped / int(mask.sum()), "value_mean": values[mask].mean().item()}
-    wanted["return_mean"] = returns[mask].mean().item()
-    assert {name: metrics(found)[f"critic/{name}"] for name in wanted} == pytest.approx(wanted)
+    expected_metrics = {"clip_fraction": clipped / int(mask.sum()), "value_mean": values[mask].mean().item()}
+    expected_metrics["return_mean"] = returns[mask].mean().item()
+    assert {name: metrics(objective_of_values)[f"critic/{name}"] for name in expected_metrics} == pytest.approx(
+        expected_metrics
+    )
 
 
 def test_what_stands_at_masked_positions_changes_no_bit():
@@ -51,23 +55,23 @@ def test_what_stands_at_masked_positions_changes_no_bit():
     results = []
     for one in ((values, returns, old, weights), spoilt):
         leaf = one[0].clone().requires_grad_()
-        found = value_loss(leaf, one[1], mask, old_values=one[2], clip=0.2, weights=one[3])
-        found.per_token.sum().backward()
-        results.append((found.per_token.detach(), found.sums, leaf.grad))
+        objective = value_loss(leaf, one[1], mask, old_values=one[2], clip=0.2, weights=one[3])
+        objective.per_token.sum().backward()
+        results.append((objective.per_token.detach(), objective.sums, leaf.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_narrow_values_are_reckoned_with_in_float32():
     """Squares of 300 are no float16."""
     dtype = torch.float16
-    given = [value.to(dtype) for value in (300 * VALUES, RETURNS, 300 * OLD)]
+    narrow = [value.to(dtype) for value in (300 * VALUES, RETURNS, 300 * OLD)]
     losses = []
     gradients = []
-    for values, returns, old in (given, [value.double() for value in given]):
+    for values, returns, old in (narrow, [value.double() for value in narrow]):
         leaf = values.clone().requires_grad_()
-        found = value_loss(leaf, returns, MASK, old_values=old, clip=0.2)
-        found.per_token.sum().backward()
-        losses.append(found.per_token.detach())
+        objective = value_loss(leaf, returns, MASK, old_values=old, clip=0.2)
+        objective.per_token.sum().backward()
+        losses.append(objective.per_token.detach())
         gradients.append(leaf.grad)
     assert losses[0].dtype == torch.float32
     torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-6, atol=1e-6)

@@ -179,9 +179,11 @@ def test_models_with_the_processor_match_the_reference(ranks, tmp_path, layout, 
             )
     for cases in (dict(zip(CASES, of_rank, strict=True)) for of_rank, _ in outcomes):
         for fused in (True, False):
-            one, grads = cases[Case(fused)]
-            other, others = cases[Case(fused, called=False)]
-            assert torch.equal(one, other), "in the place of the output layer's forward the bits are the same"
+            results_inside, grads = cases[Case(fused)]
+            results_in_place, others = cases[Case(fused, called=False)]
+            assert torch.equal(results_inside, results_in_place), (
+                "in the place of the output layer's forward the bits are the same"
+            )
             assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
@@ -253,8 +255,8 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("words", ERRORS)
-def test_errors_name_the_argument(words):
-    settings, changes = ERRORS[words]
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_name_the_argument(message):
+    settings, changes = ERRORS[message]
+    with pytest.raises(ValueError, match=message):
         log_prob_processor(**settings)(**arguments(**changes))

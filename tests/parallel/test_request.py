@@ -58,9 +58,9 @@ def backward_of(results, inputs):
     return torch.autograd.grad((results[0] * results[0]).sum() + 0.3 * results[1].sum(), inputs, retain_graph=True)
 
 
-def compare(found, expected, inputs):
+def compare(answer, expected, inputs):
     for got, expected_value in zip(
-        [*found, *backward_of(found, inputs)], [*expected, *backward_of(expected, inputs)], strict=True
+        [*answer, *backward_of(answer, inputs)], [*expected, *backward_of(expected, inputs)], strict=True
     ):
         torch.testing.assert_close(got, expected_value, rtol=1e-12, atol=1e-12)
 
@@ -212,7 +212,7 @@ def test_a_layer_that_gathers_its_logits_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({}, "logits and hidden_states"),
         ({"hidden_states": torch.zeros(1, 2, 3)}, "output_layer"),
@@ -220,8 +220,8 @@ def test_a_layer_that_gathers_its_logits_is_refused():
         ({"logits": torch.zeros(1, 2, 3), "mode": "try"}, "mode='try'"),
     ],
 )
-def test_wrong_requests(arguments, words):
+def test_wrong_requests(arguments, message):
     arguments = {"labels": torch.zeros(1, 2, dtype=torch.int64), "layout": "bs"} | arguments
     mode = arguments.pop("mode", "strict")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         LogProbRequest(**arguments).answer(mode)

@@ -151,10 +151,10 @@ def outcome(batch, dtype, over, alone, used, transposed, options):
     return torch.stack(results).detach(), grad.clone()
 
 
-def assert_dense(batch, found, dtypes=DTYPES):
+def assert_dense(batch, outcomes_of_ranks, dtypes=DTYPES):
     """Assert that the ranks' outcomes are the reference's."""
     cases = [(dtype, *choice) for dtype in dtypes for choice in CHOICES]
-    for (dtype, over, alone, used, *_), parts in zip(cases, zip(*found, strict=True), strict=True):
+    for (dtype, over, alone, used, *_), parts in zip(cases, zip(*outcomes_of_ranks, strict=True), strict=True):
         results, grad = whole(parts)
         want, want_grad = expected(batch, dtype, over, used)
         assert results.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

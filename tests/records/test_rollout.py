@@ -218,14 +218,14 @@ def test_concatenation_pads_to_the_longest():
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("changes", "message"),
     [
         ({"sampling": SamplingParams()}, "batches were sampled differently, .*temperature=0.5.* keep them apart"),
         ({"routed_experts": torch.zeros(3, 8, 2, 3).int()}, r"\[.., 2, 2\] and \[.., 2, 3\]"),
     ],
 )
-def test_batches_that_do_not_go_together_stay_apart(other, message):
+def test_batches_that_do_not_go_together_stay_apart(changes, message):
     with pytest.raises(ValueError, match=message):
-        RolloutBatch.concatenate([example(), dataclasses.replace(example(), **other)])
+        RolloutBatch.concatenate([example(), dataclasses.replace(example(), **changes)])
     with pytest.raises(ValueError, match="batches is empty"):
         RolloutBatch.concatenate([])

@@ -88,10 +88,10 @@ def test_hollow_sequences_are_those_without_an_accepted_token(replayed):
     mask = batch.response_mask
     sums = torch.where(mask, batch.old_log_probs.double() - batch.rollout_log_probs.double(), 0).sum(dim=1)
     lengths = mask.sum(dim=1)
-    kept, rejected, _ = axes_of(rejecting).lines
+    accepted, rejected, _ = axes_of(rejecting).lines
     assert len(rejected.get_xdata()) == outcomes[0].total.rejected_sequences > 0
     expected = sorted(zip(lengths.tolist(), sums.tolist(), strict=True))
-    points = [*kept.get_xydata().tolist(), *rejected.get_xydata().tolist()]
+    points = [*accepted.get_xydata().tolist(), *rejected.get_xydata().tolist()]
     torch.testing.assert_close(torch.tensor(sorted(points)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
     assert len(axes_of(disabled).lines[1].get_xdata()) == 0
 
@@ -105,17 +105,17 @@ def test_very_many_are_sampled_alike_every_time(tmp_path, monkeypatch):
     assert len(axes_of(first[1]).lines[0].get_xdata()) == 50
     assert sum(len(line.get_xdata()) for line in axes_of(first[3]).lines[:2]) <= 6
     again = page.charts_of(data, outcomes)
-    for chart, other in zip(first, again, strict=True):
-        for line, other_line in zip(axes_of(chart).lines, axes_of(other).lines, strict=True):
+    for chart, repeated_chart in zip(first, again, strict=True):
+        for line, other_line in zip(axes_of(chart).lines, axes_of(repeated_chart).lines, strict=True):
             assert line.get_xydata().tolist() == other_line.get_xydata().tolist()
 
 
 def test_bands_are_quantiles():
     across = torch.arange(2000) / 100.0
     values = torch.arange(2000).double()
-    middle, low, median, high = page._bands(across.double(), values)
+    middle, low, median, high = page.quantile_bands(across.double(), values)
     assert len(middle) == page.BAND_BINS
     in_first_bin = values[: 2000 // page.BAND_BINS]
     expected = torch.quantile(in_first_bin, torch.tensor([0.05, 0.5, 0.95]).double()).tolist()
     assert (low[0], median[0], high[0]) == pytest.approx(expected, abs=1)
-    assert page._bands(torch.zeros(5), torch.zeros(5)) == ([], [], [], [])
+    assert page.quantile_bands(torch.zeros(5), torch.zeros(5)) == ([], [], [], [])

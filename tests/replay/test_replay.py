@@ -22,7 +22,6 @@ from megatron_rc.replay.tokens import recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.replay.batches import scored_batch
 from tests.support import correction_oracle as oracle
-from tests.support.made_rollouts import made_batch
 from tests.support.records import changed
 from tests.support.rounding import assert_equal_but_rounding
 
@@ -62,13 +61,13 @@ def expected(batch, config, settings):
     """(mask, weights of the accepted tokens) by loops, [n][s] each; bypass mode compares π_θ with the engine."""
     trainer = batch.log_probs if config.bypass_mode else batch.old_log_probs
     mask = batch.response_mask.tolist()
-    found = oracle.correct(trainer.double().tolist(), batch.rollout_log_probs.double().tolist(), mask, settings)
-    weights = found.weights or [[1.0] * len(row) for row in mask]
+    result = oracle.correct(trainer.double().tolist(), batch.rollout_log_probs.double().tolist(), mask, settings)
+    weights = result.weights or [[1.0] * len(row) for row in mask]
     accepted = [
         [weight * is_accepted for weight, is_accepted in zip(*rows, strict=True)]
-        for rows in zip(weights, found.mask, strict=True)
+        for rows in zip(weights, result.mask, strict=True)
     ]
-    return found.mask, accepted
+    return result.mask, accepted
 
 
 def with_theta(batch, seed=5, size=0.15):
@@ -78,7 +77,7 @@ def with_theta(batch, seed=5, size=0.15):
 
 
 def replayed(batches, config, name="it"):
-    data = recorded([NamedBatch(str(index), one) for index, one in enumerate(batches)])
+    data = recorded([NamedBatch(str(index), batch) for index, batch in enumerate(batches)])
     return data, outcome(data, name, config)
 
 
@@ -86,37 +85,18 @@ def replayed(batches, config, name="it"):
 def test_outcomes_are_those_of_loops(case):
     config, settings = CASES[case]
     batch = with_theta(scored_batch(rows=24))
-    data, found = replayed([batch], config)
+    data, replay = replayed([batch], config)
     mask, weights = expected(batch, config, settings)
-    (got,) = found.masks
+    (got,) = replay.masks
     assert got.tolist() == mask
     total = sum(map(sum, weights))
     squares = sum(weight**2 for row in weights for weight in row)
     accepted = int(got.sum())
-    assert found.weights.mean == pytest.approx(total / accepted)
-    assert found.weights.effective_share == pytest.approx(total**2 / (int(data.lengths.sum()) * squares))
-    assert found.weights.largest == pytest.approx(max(max(row) for row in weights))
-    assert sum(found.weights.histogram) + found.weights.zeros == accepted
+    assert replay.weights.mean == pytest.approx(total / accepted)
+    assert replay.weights.effective_share == pytest.approx(total**2 / (int(data.lengths.sum()) * squares))
+    assert replay.weights.largest == pytest.approx(max(max(row) for row in weights))
+    assert sum(replay.weights.histogram) + replay.weights.zeros == accepted
     assert case in ("token", "bypass", "reinforce") or accepted < int(data.lengths.sum())
-
-
-@pytest.mark.parametrize("sum_of_logs", [-45.0, -150.0, -280.0])
-def test_small_sequence_weights_are_told_apart(sum_of_logs):
-    """The effective share of weights of which float32 has few digits, or none."""
-    length = 400
-    generator = torch.Generator().manual_seed(0)
-    logs = sum_of_logs + 3 * torch.randn(8, generator=generator).double()
-    rollout = torch.full((8, length), -3.0)
-    old = rollout.double() + logs.unsqueeze(1) / length
-    mask = torch.arange(length).expand(8, length) > 0
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
-    batch = made_batch(torch.ones(8, length).long(), mask, rollout, rewards, old_log_probs=old.float())
-    data = recorded([NamedBatch("far", batch)])
-    found = outcome(data, "sequence", RolloutCorrectionConfig.decoupled_seq_is())
-    exact_logs = torch.where(mask, old.float().double() - rollout.double(), 0).sum(1)
-    weights = (exact_logs - exact_logs.max()).exp()
-    share = float(weights.sum() ** 2 / (8 * weights.square().sum()))
-    assert found.weights.effective_share == pytest.approx(share, rel=1e-9)
 
 
 def test_the_doctor_and_replay_have_one_effective_sample_size():
@@ -125,22 +105,22 @@ def test_the_doctor_and_replay_have_one_effective_sample_size():
     batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs - 0.5)
     near = torch.arange(200) % 10 == 0
     batch.old_log_probs[near] = batch.rollout_log_probs[near]
-    data, found = replayed([batch], RolloutCorrectionConfig.decoupled_geo_rs("0.9_1.1"))
+    data, replay = replayed([batch], RolloutCorrectionConfig.decoupled_geo_rs("0.9_1.1"))
     choice = Choice("decoupled_geo_rs", "", {"rs_threshold": "0.9_1.1"})
     share = effect(choice, Sampled.of_batch(batch)).eff_sample_size
-    assert share == pytest.approx(found.weights.effective_share)
-    assert share == pytest.approx(1 - found.total.rejected_tokens / found.total.tokens)
+    assert share == pytest.approx(replay.weights.effective_share)
+    assert share == pytest.approx(1 - replay.total.rejected_tokens / replay.total.tokens)
     assert 0.05 < share < 0.15
-    assert int(data.lengths.sum()) == found.total.tokens
+    assert int(data.lengths.sum()) == replay.total.tokens
 
 
 def test_rejections_are_counted_by_reward_length_and_age():
     batch = scored_batch(rows=24)
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.95_1.05")
-    _, found = replayed([batch], config)
-    (mask,) = found.masks
+    _, replay = replayed([batch], config)
+    (mask,) = replay.masks
     lengths = batch.response_mask.sum(dim=1)
-    kept = mask.sum(dim=1)
+    accepted_lengths = mask.sum(dim=1)
     ages = 3 - batch.policy_versions[:, 0]
     keys = {
         "by_reward": [("negative", "zero", "positive")[int(reward) + 1] for reward in batch.rewards],
@@ -148,16 +128,16 @@ def test_rejections_are_counted_by_reward_length_and_age():
         "by_age": [f"{age} step{'s' * (age != 1)}" for age in ages.tolist()],
     }
     for name, labels in keys.items():
-        for bucket in getattr(found, name):
-            here = torch.tensor([label == bucket.label for label in labels])
-            assert here.sum() == bucket.sequences
-            assert lengths[here].sum() == bucket.tokens
-            assert (kept[here] == 0).sum() == bucket.rejected_sequences
-            assert (lengths - kept)[here].sum() == bucket.rejected_tokens
-        assert sum(bucket.sequences for bucket in getattr(found, name)) == 24
-    assert 0 < found.total.rejected_tokens < found.total.tokens
-    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
-        found.total.rejected_tokens / found.total.tokens
+        for bucket in getattr(replay, name):
+            in_bucket = torch.tensor([label == bucket.label for label in labels])
+            assert in_bucket.sum() == bucket.sequences
+            assert lengths[in_bucket].sum() == bucket.tokens
+            assert (accepted_lengths[in_bucket] == 0).sum() == bucket.rejected_sequences
+            assert (lengths - accepted_lengths)[in_bucket].sum() == bucket.rejected_tokens
+        assert sum(bucket.sequences for bucket in getattr(replay, name)) == 24
+    assert 0 < replay.total.rejected_tokens < replay.total.tokens
+    assert replay.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        replay.total.rejected_tokens / replay.total.tokens
     )
 
 
@@ -166,36 +146,40 @@ def test_rejections_are_counted_by_turn():
     batch = scored_batch(rows=24, length=150)
     batch.old_log_probs[3, 4] = torch.nan  # a token that was not scored counts nowhere
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.8_1.2")
-    _, found = replayed([batch], config)
+    _, replay = replayed([batch], config)
     counts = {}
-    for sampled, scored, kept in zip(batch.response_mask, ~batch.old_log_probs.isnan(), found.masks[0], strict=True):
+    for sampled, scored, accepted in zip(
+        batch.response_mask, ~batch.old_log_probs.isnan(), replay.masks[0], strict=True
+    ):
         turns = {}
         turn = -1
         for column in sampled.nonzero().flatten().tolist():
             turn += not sampled[column - 1]
             if scored[column]:
-                turns.setdefault(min(turn, 7), []).append(bool(kept[column]))
+                turns.setdefault(min(turn, 7), []).append(bool(accepted[column]))
         for turn, run in turns.items():
             row = (1, len(run), int(not any(run)), len(run) - sum(run))
             label = f"turn {turn + 1}" + " and later" * (turn == 7)
             counts[label] = tuple(map(sum, zip(counts.get(label, (0,) * 4), row, strict=True)))
     assert "turn 8 and later" in counts
-    assert {one.label: dataclasses.astuple(one)[1:] for one in found.by_turn} == counts
-    assert sum(one.rejected_sequences for one in found.by_turn) > 0
-    assert sum(one.rejected_tokens for one in found.by_turn) == found.total.rejected_tokens
+    assert {bucket.label: dataclasses.astuple(bucket)[1:] for bucket in replay.by_turn} == counts
+    assert sum(bucket.rejected_sequences for bucket in replay.by_turn) > 0
+    assert sum(bucket.rejected_tokens for bucket in replay.by_turn) == replay.total.rejected_tokens
 
 
 def test_several_batches_are_one():
     """Whatever files they lie in: prompts of one are never those of another, ages are against the own step."""
-    one = scored_batch(0)
-    two = scored_batch(1, length=26)
-    together = dataclasses.replace(two, group_ids=two.group_ids + 3, sample_ids=two.sample_ids + 50)
+    first_batch = scored_batch(0)
+    second_batch = scored_batch(1, length=26)
+    together = dataclasses.replace(
+        second_batch, group_ids=second_batch.group_ids + 3, sample_ids=second_batch.sample_ids + 50
+    )
     config = RolloutCorrectionConfig.preset("decoupled_seq_is_rs")
-    _, apart = replayed([one, two], config)
-    _, joined = replayed([type(one).concatenate([one, together])], config)
+    _, apart = replayed([first_batch, second_batch], config)
+    _, joined = replayed([type(first_batch).concatenate([first_batch, together])], config)
     assert apart.total == joined.total
     assert apart.weights.mean == pytest.approx(joined.weights.mean)
-    data = recorded([NamedBatch("a", one, version=5), NamedBatch("b", scored_batch(1, version=9), version=9)])
+    data = recorded([NamedBatch("a", first_batch, version=5), NamedBatch("b", scored_batch(1, version=9), version=9)])
     assert data.ages[:12].min() == 2
     assert data.ages[12:].min() == 0
 
@@ -206,10 +190,10 @@ def test_tokens_without_a_score_count_nowhere():
     some = dataclasses.replace(batch, old_log_probs=torch.where(holes, torch.nan, batch.old_log_probs))
     fewer = dataclasses.replace(batch, response_mask=batch.response_mask & ~holes)
     config = RolloutCorrectionConfig.preset("decoupled_token_is")
-    data, found = replayed([some], config)
+    data, replay = replayed([some], config)
     _, same = replayed([fewer], config)
     assert data.unscored == int(holes.sum()) > 0
-    assert found.metrics == same.metrics
+    assert replay.metrics == same.metrics
 
 
 def test_a_batch_that_the_run_did_not_finish_counts_nowhere(folder, capsys):
@@ -231,17 +215,18 @@ def test_tokens_of_no_step_are_as_they_were_scored():
     left_out = torch.arange(12).unsqueeze(1) >= 6
     some = dataclasses.replace(batch, log_probs=torch.where(left_out, torch.nan, batch.log_probs))
     same = dataclasses.replace(batch, log_probs=torch.where(left_out, batch.old_log_probs, batch.log_probs))
-    (data, found), (_, expected) = (
-        replayed([one], RolloutCorrectionConfig.preset("bypass_ppo_clip")) for one in (some, same)
+    (data, replay), (_, expected) = (
+        replayed([batch_to_replay], RolloutCorrectionConfig.preset("bypass_ppo_clip"))
+        for batch_to_replay in (some, same)
     )
     assert data.unscored == 0
-    assert found.metrics == expected.metrics
+    assert replay.metrics == expected.metrics
 
 
 def test_everything_rejected_leaves_no_weights():
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.9999999_1.0000001")
-    _, found = replayed([scored_batch()], config)
-    assert (found.weights.mean, found.weights.smallest, found.weights.effective_share) == (0, 0, 0)
+    _, replay = replayed([scored_batch()], config)
+    assert (replay.weights.mean, replay.weights.smallest, replay.weights.effective_share) == (0, 0, 0)
 
 
 # The command
@@ -260,38 +245,38 @@ def test_the_command_prints_tables(folder, capsys):
     assert main([str(folder), "--preset", "decoupled_token_is", "--preset", "bypass_ppo_clip"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("24 sequences, ")
-    for words in ("rejected tokens (sequences) by reward", "by length", "by age", "by turn", "ESS"):
-        assert words in text
+    for title in ("rejected tokens (sequences) by reward", "by length", "by age", "by turn", "ESS"):
+        assert title in text
 
 
 def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
     (tmp_path / "own.yaml").write_text("rollout_is: token\nrollout_is_threshold: 3.0\n")
-    words = [str(folder), "--preset=decoupled_token_is", f"--correction={tmp_path}/own.yaml"]
-    words += ["--grid=rollout_is_threshold=1.1,5", "--grid=rollout_is_batch_normalize=true,false", "--json"]
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    names = [one["name"] for one in found["corrections"]]
+    arguments = [str(folder), "--preset=decoupled_token_is", f"--correction={tmp_path}/own.yaml"]
+    arguments += ["--grid=rollout_is_threshold=1.1,5", "--grid=rollout_is_batch_normalize=true,false", "--json"]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    names = [correction["name"] for correction in report["corrections"]]
     assert len(names) == 8
     assert names[1] == "decoupled_token_is rollout_is_threshold=1.1 rollout_is_batch_normalize=False"
     assert names[7] == "own rollout_is_threshold=5 rollout_is_batch_normalize=False"
-    first = found["corrections"][1]
-    second = found["corrections"][3]
+    first = report["corrections"][1]
+    second = report["corrections"][3]
     assert first["weights"]["largest"] == pytest.approx(1.1)
     assert second["weights"]["largest"] > 1.2
-    assert found["corrections"][2]["settings"]["rollout_is_batch_normalize"] is True
-    assert found["corrections"][2]["weights"]["mean"] == pytest.approx(1, abs=1e-6)
-    assert first["metrics"]["rollout_corr/num_tokens"] == found["tokens"]
+    assert report["corrections"][2]["settings"]["rollout_is_batch_normalize"] is True
+    assert report["corrections"][2]["weights"]["mean"] == pytest.approx(1, abs=1e-6)
+    assert first["metrics"]["rollout_corr/num_tokens"] == report["tokens"]
 
 
-def refused(words, capsys):
-    assert main([str(word) for word in words]) == 2
+def refused(arguments, capsys):
+    assert main([str(word) for word in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     return error
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--preset=decoupled_tokn_is"], "did you mean 'decoupled_token_is'?"),
         (["--preset=disabled", "--grid=rollout_is_treshold=1,2"], "--grid='rollout_is_treshold' is unknown"),
@@ -311,8 +296,8 @@ def refused(words, capsys):
         (["--preset=token_is", "--grid=proximal_interpolation=true"], "proximal_interpolation"),
     ],
 )
-def test_flags_that_cannot_serve_are_one_sentence(folder, capsys, words, message):
-    assert message in refused([folder, *words], capsys)
+def test_flags_that_cannot_serve_are_one_sentence(folder, capsys, arguments, message):
+    assert message in refused([folder, *arguments], capsys)
 
 
 @pytest.mark.parametrize(
@@ -360,12 +345,12 @@ def test_log_probs_that_are_shifted_are_refused(tmp_path, capsys):
 
 def test_without_presets_those_are_compared_that_the_doctor_would_try(folder, capsys):
     assert main([str(folder), "--json"]) == 0
-    found = [one["name"] for one in json.loads(capsys.readouterr().out)["corrections"]]
+    names = [correction["name"] for correction in json.loads(capsys.readouterr().out)["corrections"]]
     report = examine(read_evidence(folder))
-    assert found[0].startswith(report.choice.preset)
-    assert [name.split()[0] for name in found] == [one.choice.preset for one in report.effects]
+    assert names[0].startswith(report.choice.preset)
+    assert [name.split()[0] for name in names] == [correction.choice.preset for correction in report.effects]
     assert main([str(folder), "--json", "--grid=rejection_denominator=accepted,original"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["corrections"]) == 2 * len(found)
+    assert len(json.loads(capsys.readouterr().out)["corrections"]) == 2 * len(names)
 
 
 def test_a_record_of_responses_alone_has_sampled_first_tokens(tmp_path, capsys):
@@ -379,8 +364,8 @@ def test_a_record_of_responses_alone_has_sampled_first_tokens(tmp_path, capsys):
     }
     torch.save(verl, tmp_path / "a.pt")
     assert main([str(tmp_path / "a.pt"), "--json", "--preset=decoupled_token_is"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tokens"] == 16
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == 16
 
 
 def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
@@ -405,7 +390,7 @@ def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
     (tmp_path / "e.json").write_text(json.dumps([{**row, "token_level_scores": None} for row in rows], indent=1))
     save_rollouts(batch, tmp_path / "own.safetensors")
     write_jsonl([batch], tmp_path / "own.jsonl")
-    found = {}
+    reports = {}
     for file in sorted(tmp_path.iterdir()):
         assert read_evidence(file).facts["num_tokens"] == int(batch.response_mask.sum())
         data = recorded(read_batches([str(file)]))
@@ -415,11 +400,11 @@ def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
         records = data.parts[0].records
         assert records.tokens[records.response_mask].equal(batch.tokens[batch.response_mask])
         assert main([str(file), "--json", "--preset=decoupled_token_is"]) == 0
-        found[file.name] = json.loads(capsys.readouterr().out)
-    own = found.pop("own.safetensors")
-    (wanted,) = own["corrections"]
-    for name, other in found.items():
-        (got,) = other["corrections"]
-        assert other["tokens"] == own["tokens"]
-        assert got["weights"]["histogram"] == wanted["weights"]["histogram"]
-        assert (got["by_reward"] == wanted["by_reward"]) == (name != "e.json")
+        reports[file.name] = json.loads(capsys.readouterr().out)
+    report_of_record = reports.pop("own.safetensors")
+    (expected,) = report_of_record["corrections"]
+    for name, report in reports.items():
+        (got,) = report["corrections"]
+        assert report["tokens"] == report_of_record["tokens"]
+        assert got["weights"]["histogram"] == expected["weights"]["histogram"]
+        assert (got["by_reward"] == expected["by_reward"]) == (name != "e.json")

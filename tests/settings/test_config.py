@@ -169,7 +169,7 @@ def test_numbers_in_a_file_are_what_they_look_like(tmp_path):
 
 @pytest.mark.parametrize("config", DESCRIBED, ids=range(len(DESCRIBED)))
 def test_a_config_is_the_same_in_another_process(config):
-    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
-        assert other == config
-        assert hash(other) == hash(config)
-        assert (other.is_bounds, other.criteria, other.notes) == (config.is_bounds, config.criteria, config.notes)
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert copied == config
+        assert hash(copied) == hash(config)
+        assert (copied.is_bounds, copied.criteria, copied.notes) == (config.is_bounds, config.criteria, config.notes)

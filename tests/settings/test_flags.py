@@ -19,9 +19,9 @@ from megatron_rc.settings.flags import (
 from tests.support.tables import table
 
 
-def from_flags(*words):
+def from_flags(*arguments):
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    return rollout_correction_config_from_args(add_rollout_correction_args(parser).parse_args(words))
+    return rollout_correction_config_from_args(add_rollout_correction_args(parser).parse_args(arguments))
 
 
 def from_line(line):
@@ -90,8 +90,8 @@ def test_what_looks_at_versions_goes_with_what_it_needs(tmp_path):
     path = tmp_path / "correction.yaml"
     path.write_text("rollout_is: token\nrollout_staleness_scale: 1:1.5\nproximal_interpolation: true\n")
     base = f"--rollout-correction-config {path}"
-    kept = {"rollout_staleness_scale": "1:1.5"}
-    assert from_line(f"{base} --bypass-mode") == RolloutCorrectionConfig("token", **kept, bypass_mode=True)
+    remaining = {"rollout_staleness_scale": "1:1.5"}
+    assert from_line(f"{base} --bypass-mode") == RolloutCorrectionConfig("token", **remaining, bypass_mode=True)
     assert from_line(f"{base} --rollout-is none") == RolloutCorrectionConfig(None, proximal_interpolation=True)
 
 
@@ -226,16 +226,18 @@ VERL = """algorithm:
 def test_a_file_of_another_program_by_flag(tmp_path, caplog):
     caplog.set_level("INFO", "megatron_rc")
     (tmp_path / "verl.yaml").write_text(VERL)
-    words = ("--rollout-correction-config", str(tmp_path / "verl.yaml"), "--rollout-correction-dialect", "verl")
-    wanted = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
-    config = from_flags(*words)
+    arguments = ("--rollout-correction-config", str(tmp_path / "verl.yaml"), "--rollout-correction-dialect", "verl")
+    fields = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+    config = from_flags(*arguments)
     # verl's bounds are on 1/ρ.
-    assert config == RolloutCorrectionConfig(**wanted, rollout_rs_threshold="0.25_2.0")
+    assert config == RolloutCorrectionConfig(**fields, rollout_rs_threshold="0.25_2.0")
     assert any("apply to 1/ρ" in record.message for record in caplog.records)
-    changed = from_flags(*words, "--rollout-is", "sequence")
-    assert changed == RolloutCorrectionConfig(**wanted | {"rollout_is": "sequence"}, rollout_rs_threshold="0.25_2.0")
+    changed = from_flags(*arguments, "--rollout-is", "sequence")
+    assert changed == RolloutCorrectionConfig(**fields | {"rollout_is": "sequence"}, rollout_rs_threshold="0.25_2.0")
     assert changed.notes == config.notes
-    assert over_a_file(" ".join(words), "--rollout-correction-preset disabled") == RolloutCorrectionConfig.disabled()
+    assert (
+        over_a_file(" ".join(arguments), "--rollout-correction-preset disabled") == RolloutCorrectionConfig.disabled()
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,20 +258,20 @@ def test_a_file_of_another_program_without_its_name_says_so(tmp_path, line, mess
 
 def test_the_objective_has_flags_and_they_are_read():
     """Megatron-LM's own defaults stay for its flags."""
-    words = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
-    words += "--loss-scale-factor 9 --kl-estimator k3+ --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
-    words += ["--kl-importance-weight"]
+    arguments = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
+    arguments += "--loss-scale-factor 9 --kl-estimator k3+ --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
+    arguments += ["--kl-importance-weight"]
     alone = add_rollout_correction_args(argparse.ArgumentParser())
     assert policy_loss_config_from_args(alone.parse_args([])) == PolicyLossConfig()
     assert policy_loss_config_from_args(argparse.Namespace()) == PolicyLossConfig()
     some = argparse.Namespace(grpo_clamp_eps_lower=0.1, grpo_kl_beta=0.0, ppo_dual_clip=None)
     assert policy_loss_config_from_args(some) == PolicyLossConfig(clip_low=0.1, kl_coef=0.0)
-    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2, kl_importance_weight=True)
-    assert policy_loss_config_from_args(alone.parse_args(words)) == wanted
+    expected = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2, kl_importance_weight=True)
+    assert policy_loss_config_from_args(alone.parse_args(arguments)) == expected
     megatrons = argparse.ArgumentParser()
     megatrons.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)
-    found = policy_loss_config_from_args(add_rollout_correction_args(megatrons).parse_args(words))
-    assert found == dataclasses.replace(wanted, clip_high=0.01)
+    read_beside_megatrons = policy_loss_config_from_args(add_rollout_correction_args(megatrons).parse_args(arguments))
+    assert read_beside_megatrons == dataclasses.replace(expected, clip_high=0.01)
     assert {flag_of(name) for name in LOSS_FLAGS.values()} <= set(alone._option_string_actions)
 
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from megatron_rc.doctor.programs import NAMES_OF
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.kl import KL_ESTIMATORS
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -96,10 +95,6 @@ def test_flags_of_megatron_lm():
             assert flag.split()[0] in flags_of_launcher, flag
 
 
-def test_kl_penalties_are_estimators_and_metrics_those_that_the_doctor_understands():
+def test_kl_penalties_are_estimators():
     estimators = [name for cells in rows("docs/migrating.md", "`kl_loss_type` | here") for name in quoted(cells[1])]
     assert sorted(estimators) == sorted(KL_ESTIMATORS)
-    table = PAGE.partition("\n## Names of metrics\n")[2]
-    listed = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", table, flags=re.MULTILINE))
-    others = [names for whose, names in NAMES_OF.items() if whose != "megatron_rc"]
-    assert listed == {name: own_name for names in others for name, own_name in names.items()}

@@ -47,8 +47,8 @@ class GlooAside(TorchDispatchMode):
         def collective() -> None:
             with torch.no_grad():
                 copies = tree_map_only(Tensor, torch.clone, args)
-                found = func(*copies, **(kwargs or {}))
-                works.extend(value for value in tree_leaves(found) if isinstance(value, torch.ScriptObject))
+                outputs = func(*copies, **(kwargs or {}))
+                works.extend(value for value in tree_leaves(outputs) if isinstance(value, torch.ScriptObject))
                 torch.distributed.Work.unbox(works[0]).wait()
                 for tensor, copy in zip(tree_leaves(args), tree_leaves(copies), strict=True):
                     if isinstance(tensor, Tensor):
@@ -61,12 +61,12 @@ class GlooAside(TorchDispatchMode):
         return works[0] if isinstance(func._schema.returns[0].type, torch._C.ClassType) else (outputs, works[0])
 
 
-def peak_bytes(words: list[str]) -> int:
+def peak_bytes(arguments: list[str]) -> int:
     """The largest number of bytes allocated at once, from the model's first parameter to the end of a step."""
     # Memory that is older than the profile would be subtracted when it is freed.
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, GlooAside():
-        config = run_config(words, torch.distributed.get_world_size(), engine=False)
+        config = run_config(arguments, torch.distributed.get_world_size(), engine=False)
         trainer = Trainer(config, ParallelGroups.from_megatron())
         prepared = trainer.prepare(random_rollouts(config))
         trainer.update(prepared, 0)

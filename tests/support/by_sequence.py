@@ -31,7 +31,7 @@ def attention_by_sequence(
     assert max_q == max_k == max(lengths)
     options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
     outputs = []
-    for one in zip(*(values.split(lengths) for values in (query, key, value)), strict=True):
-        heads_first = [values.transpose(0, 1).unsqueeze(0) for values in one]
+    for of_sequence in zip(*(values.split(lengths) for values in (query, key, value)), strict=True):
+        heads_first = [values.transpose(0, 1).unsqueeze(0) for values in of_sequence]
         outputs.append(scaled_dot_product_attention(*heads_first, **options).squeeze(0).transpose(0, 1))
     return torch.cat(outputs)

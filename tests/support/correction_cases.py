@@ -186,8 +186,8 @@ bad sequences:
 def _case(fields: dict[str, Any], settings: dict[str, Any] | None = None, **more: Any) -> Case:
     settings = dict(settings or {})
     criteria = []
-    for words in settings.pop("criteria", []):
-        name, *bounds = words.split()
+    for criterion in settings.pop("criteria", []):
+        name, *bounds = criterion.split()
         criteria.append((name, *(LN(float(x)) if name.endswith("_k1") else float(x) for x in bounds)))
     settings |= {"criteria": tuple(criteria)} if criteria else {}
     settings |= {name: tuple(map(tuple, settings[name])) for name in ("staleness",) if name in settings}
@@ -241,25 +241,27 @@ def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
         for row, column, value in ((1, 0, math.nan), (5, 3, math.inf), (9, 7, -math.inf), (0, 0, 0.01)):
             mask[row, column] = True
             (train if row % 2 else rollout)[row, column] = value
-    wanted = {"sequence_ids", "mini_batch_ids", *case.sides}
-    chosen = {name.removeprefix("token_"): value for name, value in sides.items() if name in wanted}
+    names = {"sequence_ids", "mini_batch_ids", *case.sides}
+    chosen = {name.removeprefix("token_"): value for name, value in sides.items() if name in names}
     train, rollout = (torch.where(mask, values, filler).double() for values in (train, rollout))
     return Batch(train, rollout, mask, chosen)
 
 
 def sizes(batch: Batch) -> dict[str, int]:
     """The counts that belong to the side inputs."""
-    found = dict(SIZES)
+    counts = dict(SIZES)
     for name, more in MORE_SIZES.items():
-        found |= more if name in batch.sides else {}
-    return found
+        counts |= more if name in batch.sides else {}
+    return counts
 
 
 def sides_of(batch: Batch) -> dict[str, Any]:
     """The side inputs that decide about tokens, under the oracle's names."""
     names = {name: name for name in ("advantages", "group_ids", "turn_ids")} | {"policy_versions": "versions"}
-    found = {other: batch.sides[name].tolist() for name, other in names.items() if name in batch.sides}
-    return found | {"current_version": sizes(batch).get("current_version")}
+    inputs = {
+        name_of_oracle: batch.sides[name].tolist() for name, name_of_oracle in names.items() if name in batch.sides
+    }
+    return inputs | {"current_version": sizes(batch).get("current_version")}
 
 
 @functools.cache
@@ -273,8 +275,8 @@ def clear_batch(name: str) -> tuple[Batch, oracle.Result]:
             continue
         more = {name: batch.sides[name].tolist() for name in ("rewards", "mini_batch_ids") if name in batch.sides}
         more |= {"max_staleness": sizes(batch).get("max_staleness", 0)} | SIZES
-        found = oracle.correct(*whole, case.settings, **sides_of(batch), **more)
-        shares = [found.metrics[f"rollout_rs_{criterion}_masked_fraction"] for criterion in case.rejects]
-        if all(0.1 < share < 0.9 for share in shares) and found.metrics["rollout_rs_masked_fraction"] < 0.95:
-            return batch, found
+        result = oracle.correct(*whole, case.settings, **sides_of(batch), **more)
+        shares = [result.metrics[f"rollout_rs_{criterion}_masked_fraction"] for criterion in case.rejects]
+        if all(0.1 < share < 0.9 for share in shares) and result.metrics["rollout_rs_masked_fraction"] < 0.95:
+            return batch, result
     raise AssertionError(f"no seed decides clearly: {name}")

@@ -62,23 +62,23 @@ def is_quantile(name):
     return re.search(r"(log_ratio|rollout_is|rollout_is_seq)_p\d\d$", name) is not None
 
 
-def expected_metrics(found):
+def expected_metrics(expected):
     """All metrics of the oracle, under the library's names."""
-    metrics = dict(found.metrics)
-    for bucket, row in found.breakdowns["length"].items():
+    metrics = dict(expected.metrics)
+    for bucket, row in expected.breakdowns["length"].items():
         metrics[f"rollout_rs_masked_fraction_length_{2**bucket}_{2 ** (bucket + 1) - 1}"] = row["masked_fraction"]
-    for sign, row in found.breakdowns.get("reward", {}).items():
+    for sign, row in expected.breakdowns.get("reward", {}).items():
         metrics[f"rollout_rs_masked_fraction_{SIGNS[sign]}"] = row["masked_fraction"]
     for kind in ("staleness", "turn"):
-        for bucket, row in found.breakdowns.get(kind, {}).items():
+        for bucket, row in expected.breakdowns.get(kind, {}).items():
             metrics[f"rollout_rs_masked_fraction_{kind}_{bucket}"] = row["masked_fraction"]
             metrics[f"{kind}_{bucket}_token_fraction"] = row["token_fraction"]
             metrics[f"{kind}_{bucket}_kl"] = row["kl"]
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def assert_metrics(got, found, rel):
-    expected = expected_metrics(found)
+def assert_metrics(got, result, rel):
+    expected = expected_metrics(result)
     wrong = {
         name: (got.get(name), value)
         for name, value in expected.items()
@@ -90,15 +90,15 @@ def assert_metrics(got, found, rel):
     assert not extra
 
 
-def assert_same(result, found, rows=slice(None), columns=slice(None), rel=1e-9):
+def assert_same(result, expected, rows=slice(None), columns=slice(None), rel=1e-9):
     """Assert that the local part of a result is the oracle's."""
-    if found.weights is None:
+    if expected.weights is None:
         assert result.weights is None
     else:
-        want = torch.tensor(found.weights, dtype=torch.float64)[rows][:, columns]
+        want = torch.tensor(expected.weights, dtype=torch.float64)[rows][:, columns]
         torch.testing.assert_close(result.weights.double(), want, rtol=rel, atol=1e-12)
-    assert torch.equal(result.mask, torch.tensor(found.mask)[rows][:, columns])
-    assert result.denominators.tolist() == found.denominators
-    assert result.skip.tolist() == found.skip
-    assert result.sequence_lengths.tolist() == torch.tensor(found.sequence_lengths)[rows].tolist()
-    assert_metrics(result.metrics(), found, rel)
+    assert torch.equal(result.mask, torch.tensor(expected.mask)[rows][:, columns])
+    assert result.denominators.tolist() == expected.denominators
+    assert result.skip.tolist() == expected.skip
+    assert result.sequence_lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
+    assert_metrics(result.metrics(), expected, rel)

@@ -199,8 +199,10 @@ def as_settings(settings: Settings | Mapping[str, Any]) -> Settings:
 
 
 def read(train: Table, rollout: Table, mask: Table, settings: Settings, sides: Sides) -> Batch:
-    given = [[t for t, valid in enumerate(row) if valid] for row in mask]
-    good = [[t for t in row if is_log_prob(train[i][t]) and is_log_prob(rollout[i][t])] for i, row in enumerate(given)]
+    trained = [[t for t, valid in enumerate(row) if valid] for row in mask]
+    good = [
+        [t for t in row if is_log_prob(train[i][t]) and is_log_prob(rollout[i][t])] for i, row in enumerate(trained)
+    ]
     kept_train, kept_rollout, log_ratio = (
         [{t: value(i, t) for t in tokens} for i, tokens in enumerate(good)]
         for value in (lambda i, t: train[i][t], lambda i, t: rollout[i][t], lambda i, t: train[i][t] - rollout[i][t])
@@ -209,12 +211,12 @@ def read(train: Table, rollout: Table, mask: Table, settings: Settings, sides: S
     newest = sides.current_version
     ages = [{t: 0 if versions is None else newest - at(versions, i, t) for t in row} for i, row in enumerate(good)]
     return Batch(
-        turns=turns_of(given, sides.turn_ids),
+        turns=turns_of(trained, sides.turn_ids),
         scale=[{t: widening(age, settings) for t, age in row.items()} for row in ages],
         oldest=[widening(max(row.values(), default=0), settings) for row in ages],
         length=len(mask[0]) if mask else 0,
-        given=given,
-        counted=good if settings.bad == "reject_token" else given,
+        given=trained,
+        counted=good if settings.bad == "reject_token" else trained,
         good=good,
         train=kept_train,
         rollout=kept_rollout,
@@ -224,10 +226,10 @@ def read(train: Table, rollout: Table, mask: Table, settings: Settings, sides: S
     )
 
 
-def turns_of(given: list[list[int]], ids: Sequence[Sequence[int]] | None) -> list[list[list[int]]]:
+def turns_of(trained: list[list[int]], ids: Sequence[Sequence[int]] | None) -> list[list[list[int]]]:
     """The trained positions of each turn: neighbours with one id, without ids the runs of the response mask."""
-    found = []
-    for i, row in enumerate(given):
+    turns_of_rows = []
+    for i, row in enumerate(trained):
         turns: list[list[int]] = []
         for t in row:
             last = turns[-1][-1] if turns else -2
@@ -236,8 +238,8 @@ def turns_of(given: list[list[int]], ids: Sequence[Sequence[int]] | None) -> lis
                 turns[-1].append(t)
             else:
                 turns.append([t])
-        found.append(turns)
-    return found
+        turns_of_rows.append(turns)
+    return turns_of_rows
 
 
 def widening(age: int, settings: Settings) -> float:
@@ -276,12 +278,12 @@ def statistic(name: str, batch: Batch) -> Rows:
     unit, _, how = aggregation.partition("_")
     reduce: Callable[[Iterable[float]], float] = {"sum": math.fsum, "mean": mean, "max": max}[how]
     if unit == "turn":
-        found: Rows = [{} for _ in values]
+        of_turns: Rows = [{} for _ in values]
         for i, row in enumerate(values):
             for turn in batch.turns[i]:
                 good = [t for t in turn if t in row]
-                found[i] |= dict.fromkeys(good, reduce([row[t] for t in good]) if good else 0.0)
-        return found
+                of_turns[i] |= dict.fromkeys(good, reduce([row[t] for t in good]) if good else 0.0)
+        return of_turns
     return [dict.fromkeys(row, reduce(row.values())) if row else {} for row in values]
 
 
@@ -342,11 +344,11 @@ def weight_log(batch: Batch, settings: Settings) -> Rows:
 
 def history(row: dict[int, float], level: str) -> dict[int, float]:
     """Log w of each token from the tokens of its sequence before it."""
-    found = {}
+    log_weights = {}
     for t, x in row.items():
         before = [row[j] for j in row if j < t]
-        found[t] = x + (math.fsum(before) if level == "prefix" else min(before, default=0.0))
-    return found
+        log_weights[t] = x + (math.fsum(before) if level == "prefix" else min(before, default=0.0))
+    return log_weights
 
 
 def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[Rows, Rows, Rows, float]:
@@ -608,10 +610,10 @@ def break_down(batch: Batch, accepted: list[list[int]]) -> dict[str, dict[Any, d
         buckets["staleness"] = staleness
     if sides.turn_ids is not None:
         buckets["turn"] = lambda i, t: min(max(sides.turn_ids[i][t], 0), 7)
-    found = {name: by_bucket(batch, accepted, bucket) for name, bucket in buckets.items()}
-    if set(found.get("turn", {})) <= {0}:
-        found.pop("turn", None)
-    return found
+    breakdowns = {name: by_bucket(batch, accepted, bucket) for name, bucket in buckets.items()}
+    if set(breakdowns.get("turn", {})) <= {0}:
+        breakdowns.pop("turn", None)
+    return breakdowns
 
 
 def by_bucket(
@@ -621,12 +623,12 @@ def by_bucket(
     for i in all_of(batch):
         for t in batch.good[i]:
             tokens.setdefault(bucket(i, t), []).append((i, t))
-    kept = [set(row) for row in accepted]
+    accepted_positions = [set(row) for row in accepted]
     return {
         key: {
             "token_fraction": len(members) / batch.num_tokens,
             "kl": mean(-batch.log_ratio[i][t] for i, t in members),
-            "masked_fraction": mean(t not in kept[i] for i, t in members),
+            "masked_fraction": mean(t not in accepted_positions[i] for i, t in members),
         }
         for key, members in sorted(tokens.items())
     }
@@ -641,26 +643,26 @@ def distance_to_bounds(
     """The least distance of a statistic, also of metrics, from one of its bounds, in the statistic's own unit."""
     settings = as_settings(settings)
     batch = read(train, rollout, mask, settings, Sides(**sides))
-    found = [math.inf]
+    distances_so_far = [math.inf]
     for name, lower, upper in settings.criteria:
         if name == "group_any":
             continue
         rows = tested(name, batch)
-        found += distances(flat(relative_to_scale(rows, name, batch)), lower, upper)
+        distances_so_far += distances(flat(relative_to_scale(rows, name, batch)), lower, upper)
         if name.startswith(("token_", "turn_")):
-            found += distances(
+            distances_so_far += distances(
                 [mean(row.values()) / batch.oldest[i] for i, row in enumerate(rows) if row], lower, upper
             )
     if settings.veto is not None:
-        found += distances(flat(batch.log_ratio), log(settings.veto), math.inf)
+        distances_so_far += distances(flat(batch.log_ratio), log(settings.veto), math.inf)
     if settings.level is not None:
         logs = weight_log(batch, settings)
         raw = weigh(batch, batch.good, settings)[0]
         relative = relative_to_scale(logs, settings.level, batch)
-        found += distances(flat(relative), log(settings.low), log(settings.upper))
+        distances_so_far += distances(flat(relative), log(settings.low), log(settings.upper))
         means = [mean(row.values()) ** (1 / batch.oldest[i]) for i, row in enumerate(raw) if row]
-        found += distances(means, settings.low, settings.upper)
-    return min(found)
+        distances_so_far += distances(means, settings.low, settings.upper)
+    return min(distances_so_far)
 
 
 def distances(values: Iterable[float], lower: float, upper: float) -> list[float]:

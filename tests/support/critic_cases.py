@@ -63,8 +63,8 @@ class Case:
     def words(self, folder: Any) -> list[str]:
         """The launcher's flags."""
         experts = (f"--num-experts={self.experts}", f"--moe-ffn-hidden-size={training_oracle.EXPERT_INNER}")
-        words = training_cases.cut_words(self, *OBJECTIVES[self.variant][0], *(experts if self.experts else ()))
-        return flags(folder, *BATCH, "--advantage-estimator=gae", "--grpo-kl-beta=0", *words, model=LLAMA)
+        arguments = training_cases.cut_words(self, *OBJECTIVES[self.variant][0], *(experts if self.experts else ()))
+        return flags(folder, *BATCH, "--advantage-estimator=gae", "--grpo-kl-beta=0", *arguments, model=LLAMA)
 
     def __str__(self) -> str:
         return training_cases.label(self, self.variant)
@@ -103,7 +103,9 @@ def targets(experts: int = 0) -> Targets:
     accepted = data.mask & (torch.rand(shape, generator=generator) > 0.2)
     accepted[list(training_cases.REJECTED_ROWS)] = False
     with torch.no_grad():
-        values = critic_oracle.values({name: one.double() for name, one in weights(experts)[0].items()}, data.tokens)
+        values = critic_oracle.values(
+            {name: weight.double() for name, weight in weights(experts)[0].items()}, data.tokens
+        )
     returns = (values + 0.5 * torch.randn(shape, generator=generator)).float()
     return Targets(accepted, 0.5 + torch.rand(shape, generator=generator), returns)
 
@@ -135,13 +137,13 @@ class Found(training_cases.OfRank):
     values: torch.Tensor | None
 
 
-def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
+def run_case(arguments: list[str], given: Targets, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
     """Compute values at the old weights, then the gradients of each mini-batch at the new ones."""
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.critic import Critic
     from megatron_rc.launch.training.models.passes import ModelPasses
 
-    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    config = run_config(arguments, torch.distributed.get_world_size(), engine=False)
     groups = ParallelGroups.from_megatron()
     critic = Critic(config, config.critic, groups, ModelPasses(config, groups))
     data = training_cases.make_data()
@@ -152,12 +154,12 @@ def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new
     places = training_cases.places_of(cut, rows)
 
     def here(whole: torch.Tensor) -> torch.Tensor:
-        found = torch.where(places[:, 0] >= 0, whole[places[:, 0].clamp(min=0), places[:, 1]], whole.new_zeros(()))
-        return found.view(cut.local.layout.shape)
+        local = torch.where(places[:, 0] >= 0, whole[places[:, 0].clamp(min=0), places[:, 1]], whole.new_zeros(()))
+        return local.view(cut.local.layout.shape)
 
     if values is not None:
-        found = {"mask": here(given.accepted), "weights": here(given.weights)}
-        cut = dataclasses.replace(cut, local=dataclasses.replace(cut.local, **found))
+        results = {"mask": here(given.accepted), "weights": here(given.weights)}
+        cut = dataclasses.replace(cut, local=dataclasses.replace(cut.local, **results))
     prepared = critic.prepare(cut, values, None if values is None else here(given.returns))
     training_cases.load(critic.chunks, new)
     steps = training_cases.run_steps(groups, critic.chunks, lambda index: critic.accumulate(prepared, index, index))

@@ -75,7 +75,7 @@ def update(
         clipped = []
         errors = []
         targets = []
-        held = []
+        predicted = []
         for row in rows:
             length = int(divides[row].sum())
             for t in mask[row].nonzero().flatten().tolist():
@@ -89,7 +89,7 @@ def update(
                 clipped.append(float(is_clipped))
                 errors.append(float(returns[row, t] - now[row, t].detach()))
                 targets.append(float(returns[row, t]))
-                held.append(float(now[row, t].detach()))
+                predicted.append(float(now[row, t].detach()))
         counted = [int(divides[row].sum()) for row in rows]
         sequences = sum(length > 0 for length in counted)
         divisor = training_oracle.divides(objective.aggregation, sum(counted), sequences, objective.scale)
@@ -98,7 +98,7 @@ def update(
         expected.size.append(size / divisor)
         expected.metrics.append(
             {
-                "critic/value_mean": mean(held),
+                "critic/value_mean": mean(predicted),
                 "critic/return_mean": mean(targets),
                 "critic/explained_variance": 1 - (deviation(errors) / deviation(targets)) ** 2,
             }
@@ -118,6 +118,6 @@ def token_loss(
         return free / 2, False
     low = before - objective.clip
     high = before + objective.clip
-    held = low if value.item() < low.item() else high if value.item() > high.item() else value
-    bounded = (held - target) ** 2
+    clipped = low if value.item() < low.item() else high if value.item() > high.item() else value
+    bounded = (clipped - target) ** 2
     return (bounded / 2, True) if bounded.item() > free.item() else (free / 2, False)

@@ -56,8 +56,8 @@ class Enumerated:
 
     def gradient(self, loss: Tensor) -> Tensor:
         """The gradient of a number with respect to the logits."""
-        (found,) = torch.autograd.grad(loss, self.logits, retain_graph=True)
-        return found
+        (gradient,) = torch.autograd.grad(loss, self.logits, retain_graph=True)
+        return gradient
 
     def wanted(self) -> Tensor:
         """The gradient of E_π[R], from the probabilities themselves."""

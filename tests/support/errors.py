@@ -10,7 +10,7 @@ def largest_error(errors: Iterable[float]) -> float:
     Raises:
         ValueError: no errors, so that nothing was compared.
     """
-    found = [float(error) for error in errors]
-    if not found:
+    sizes = [float(error) for error in errors]
+    if not sizes:
         raise ValueError("no errors to compare: nothing was measured")
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)

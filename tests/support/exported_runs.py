@@ -30,8 +30,8 @@ def exported(batch, fields, **more):
     if "policy_versions" in batch:
         newest = int(batch["policy_versions"].max())
         sides = {"policy_versions": batch["policy_versions"], "current_version": newest, "max_staleness": newest}
-    given = (batch[name] for name in NAMES)
-    return correct_rollouts(*given, config, allow_zero_log_probs=True, **sides).metrics()
+    tensors = (batch[name] for name in NAMES)
+    return correct_rollouts(*tensors, config, allow_zero_log_probs=True, **sides).metrics()
 
 
 def flags(fields):
@@ -77,7 +77,7 @@ def healthy_rows(seed, fields):
             "reward/mean": reward,
             "rollout/response_length": float(batch["response_mask"].sum(1).float().mean()),
         }
-        yield [{**common, **exported(batch, one)} for one in fields]
+        yield [{**common, **exported(batch, fields_of_level)} for fields_of_level in fields]
 
 
 def verdicts(rows, settings=None):

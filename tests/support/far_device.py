@@ -85,25 +85,25 @@ class FarDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        near = [value for value in given if not is_there(value)]
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        near = [value for value in tensors if not is_there(value)]
         if func.namespace == "c10d":
-            is_over_gloo = len(near) == len(given) and self.groups_of_gloo.intersection(_group_names(args))
+            is_over_gloo = len(near) == len(tensors) and self.groups_of_gloo.intersection(_group_names(args))
             if near and "barrier" not in func.name() and not is_over_gloo:
                 raise RuntimeError(f"{func}: nccl was given a tensor of the host")
             return func(*args, **kwargs)
-        if len(near) == len(given):
+        if len(near) == len(tensors):
             return func(*args, **kwargs)
         self._check(func, args, near)
         self._count(func, args, kwargs, bool(near))
-        found = func(*args, **kwargs)
-        return found if func is aten.copy_.default else _put(found)
+        result = func(*args, **kwargs)
+        return result if func is aten.copy_.default else _put(result)
 
     def _check(self, func: Any, args: Any, near: list[Tensor]) -> None:
         """Refuse CPU tensors beside those of the GPU, except single numbers and the indices of a tensor."""
         mixed = [value for value in near if value.dim() or func in _JOINING]
         if func in _INDEXING:
-            mixed = [value for value in mixed if any(value is other for other in (args[0], *args[2:3]))]
+            mixed = [value for value in mixed if any(value is allowed for allowed in (args[0], *args[2:3]))]
         if mixed and func not in (aten.copy_.default, aten._to_copy.default):
             raise RuntimeError(f"{func}: expected all tensors to be on one device, found cuda:0 and cpu")
 
@@ -120,8 +120,10 @@ class FarDevice(TorchDispatchMode):
     def wait(self, func: Any) -> None:
         """Count a wait of the host, and remember the line of the library that called the operation."""
         frames = [(Path(frame.filename), frame.lineno) for frame in reversed(traceback.extract_stack())]
-        own = (f"{p.name}:{line}" for p, line in frames if "megatron_rc" in p.parts and "tests" not in p.parts)
-        self.waits[f"{func} at {next(own, 'a test')}"] += 1
+        lines_of_library = (
+            f"{p.name}:{line}" for p, line in frames if "megatron_rc" in p.parts and "tests" not in p.parts
+        )
+        self.waits[f"{func} at {next(lines_of_library, 'a test')}"] += 1
 
 
 def _is_flags(index: Any) -> bool:
@@ -157,12 +159,12 @@ class Answering(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
-        found = func(*args, **kwargs | {"device": CPU})
+        result = func(*args, **kwargs | {"device": CPU})
         if func in (torch.tensor, torch.as_tensor):  # made on the host, and sent
-            return self._moved(found, device)
-        if _means_gpu(device) and isinstance(found, Tensor):
+            return self._moved(result, device)
+        if _means_gpu(device) and isinstance(result, Tensor):
             self.device.kernels += "empty" not in func.__name__
-        return _put(found, _means_gpu(device))
+        return _put(result, _means_gpu(device))
 
     def _to(
         self,

@@ -59,9 +59,9 @@ def _call(written, environment, function, args):
         sys.exit(function(*args))
 
 
-def launch_forked(folder, words, module=TRAINER):
+def launch_forked(folder, arguments, module=TRAINER):
     """``python -m megatron_rc.launch`` with these words, running."""
-    return ForkedCall(folder, main, words, module)
+    return ForkedCall(folder, main, arguments, module)
 
 
 class Forked(subprocess.Popen):
@@ -78,7 +78,7 @@ class Forked(subprocess.Popen):
                 os._exit(code)
 
 
-def _run(words, env):
+def _run(arguments, env):
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -86,9 +86,9 @@ def _run(words, env):
     os.environ.update(env)
     logging.getLogger().handlers.clear()
     logging.getLogger("megatron_rc").setLevel(logging.NOTSET)
-    sys.argv = ["", *words[1:]]
+    sys.argv = ["", *arguments[1:]]
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         return 0
     except SystemExit as end:
         return end.code or 0

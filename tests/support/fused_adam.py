@@ -26,7 +26,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             assert isinstance(group["step"], int)
             (first, second), step = group["betas"], group["step"]
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in (candidate for candidate in group["params"] if candidate.grad is not None):
                 state = self.state[parameter]
                 grad = parameter.grad
                 mean, square = (state.setdefault(name, torch.zeros_like(grad)) for name in ("exp_avg", "exp_avg_sq"))
@@ -38,7 +38,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse states that Transformer Engine refuses."""
-        names = {name for own in state["state"].values() for name in own}
+        names = {name for state_of_parameter in state["state"].values() for name in state_of_parameter}
         if names - {"exp_avg", "exp_avg_sq"}:
             raise KeyError(next(iter(names - {"exp_avg", "exp_avg_sq"})))
         super().load_state_dict(state)

@@ -32,11 +32,11 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         # The result may be a view of an older tensor.
         older = {storage._cdata for storage in _storages((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for storage in _storages(found):
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
             if storage._cdata not in self._sizes and storage._cdata not in older:
                 self._add(storage)
-        return found
+        return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

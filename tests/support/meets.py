@@ -26,8 +26,8 @@ def rank(folder):
 
 def machine(number, port, folder):
     """The launcher's work on one machine, with such a rank instead of trainers."""
-    words = ["--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", f"--node-rank={number}"]
-    mine = torchrun_parser().parse_args(words)
+    arguments = ["--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", f"--node-rank={number}"]
+    mine = torchrun_parser().parse_args(arguments)
     outcome = run_ranks([*words_for_torchrun(mine, machines_of(mine)), "--module", "tests.support.meets", folder])
     sys.stderr.write(outcome.words)
     sys.stderr.flush()

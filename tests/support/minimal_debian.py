@@ -62,12 +62,12 @@ class MinimalDebian:
         settings = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         settings |= pip_settings()
 
-        words = list(NAMESPACES)
+        command_in_namespaces = list(NAMESPACES)
         if offline:
-            words.append("--net")
-        words += ["sh", "-e", "-c", self._script(command, lent_paths(settings))]
+            command_in_namespaces.append("--net")
+        command_in_namespaces += ["sh", "-e", "-c", self._script(command, lent_paths(settings))]
         return subprocess.run(
-            words,
+            command_in_namespaces,
             env=settings | {"HOME": "/root", "PATH": os.environ["PATH"]},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *words):
+    def log_message(self, *message):
         pass
 
 

@@ -23,6 +23,17 @@ class Bounds:
     tau_neg: float = 1.05
 
 
+def divergence_of(algorithm: str, log_probs: torch.Tensor) -> torch.Tensor | None:
+    """Numbers that stand for the divergence from a teacher; None for objectives that need none.
+
+    They are finite for every log-prob, and NaN for NaN, with a gradient of 0, as the library's divergences are.
+    """
+    if algorithm != "distill":
+        return None
+    wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    return torch.where(wide.isnan(), torch.nan, torch.nn.functional.softplus(-wide.nan_to_num()))
+
+
 def of_response(
     bounds: Bounds, log_probs: list[torch.Tensor], old: list[float], worths: list[float]
 ) -> list[tuple[torch.Tensor, str]]:
@@ -52,6 +63,8 @@ def of_token(
     """The loss of one token; ``mean`` and ``excess`` are of its response."""
     if bounds.algorithm == "reinforce":
         return -worth * log_prob, ""
+    if bounds.algorithm == "distill":
+        return (1 + (-log_prob).exp()).log(), ""
     if bounds.algorithm == "gspo":
         log_ratio = mean + log_prob - log_prob.detach()
     if bounds.algorithm == "gmpo":
@@ -67,14 +80,14 @@ def of_token(
         if worth * (math.exp(log_ratio.item()) - 1) > 0 and excess > limit:
             return 0 * log_prob, "high" if worth > 0 else "low"
         return -worth * ratio, ""
-    held = ratio.clamp(1 - bounds.low, 1 + bounds.high)
+    clipped_ratio = ratio.clamp(1 - bounds.low, 1 + bounds.high)
     value = ratio.item()
-    bound = held.item()
+    bound = clipped_ratio.item()
     side = "low" if value < bound else "high" if value > bound else ""
     if bounds.algorithm == "cispo":
-        return -worth * held.detach() * log_prob, side
+        return -worth * clipped_ratio.detach() * log_prob, side
     free = -worth * ratio
-    clipped = -worth * held
+    clipped = -worth * clipped_ratio
     loss, how = (clipped, side) if clipped.item() > free.item() else (free, "")
     if bounds.dual is not None and worth < 0 and loss.item() > -worth * bounds.dual:
         return torch.as_tensor(-worth * bounds.dual, dtype=torch.float64), "dual"
@@ -120,14 +133,17 @@ def geometric(bounds: Bounds, log_ratio: torch.Tensor, worth: float, mean: float
     """GMPO's loss; the gradient is of a token whose log ratio alone is in the exponential."""
     value = log_ratio.item()
     side = "" if one_sided(bounds, value, worth) == value else "low" if worth < 0 else "high"
-    held = max(min(mean, RATIO_LIMIT), -RATIO_LIMIT)
-    own = 0.0 if side or held != mean else log_ratio - log_ratio.detach()
-    return -worth * math.exp(held) * (1 + own) + 0 * log_ratio, side
+    clamped_mean = max(min(mean, RATIO_LIMIT), -RATIO_LIMIT)
+    own_log_ratio = 0.0 if side or clamped_mean != mean else log_ratio - log_ratio.detach()
+    return -worth * math.exp(clamped_mean) * (1 + own_log_ratio) + 0 * log_ratio, side
 
 
 def over_budget(new: list[float], old: list[float]) -> list[float]:
     """Of each token how large δ must be for CPPO to keep it: Z_t ≤ min(δ, δ + δ_b Σ w - Σ Z), sums before t."""
-    distances = [abs(math.exp(one) - math.exp(other)) for one, other in zip(new, old, strict=True)]
+    distances = [
+        abs(math.exp(new_log_prob) - math.exp(old_log_prob))
+        for new_log_prob, old_log_prob in zip(new, old, strict=True)
+    ]
     budget = max(min(quantile(distances, 0.9), 0.04), 0.02)
     needed = []
     weights = 0.0
@@ -145,7 +161,7 @@ def quantile(values: list[float], share: float) -> float:
     if not values:
         return 0.0
     ordered = sorted(values)
-    place = share * (len(values) - 1)
-    below = math.floor(place)
-    above = math.ceil(place)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    rank = share * (len(values) - 1)
+    below = math.floor(rank)
+    above = math.ceil(rank)
+    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from megatron_rc import masked_loss, wrap_finalize
+from tests.support.objectives_oracle import divergence_of
 
 
 class Chunk(torch.nn.Linear):
@@ -30,7 +31,9 @@ def planned(correction, inputs, **told):
 def made(correction, inputs, log_probs, entropy=None, **more):
     """(loss, Megatron's divisor) of a whole step, with gradients; ``more`` are other fields of the micro-batch."""
     batch, scale, end = planned(correction, inputs)
-    loss, count, log = masked_loss(correction, dataclasses.replace(batch, **more), log_probs, entropy, scale)
+    batch = dataclasses.replace(batch, **more)
+    divergence = divergence_of(correction.loss.algorithm, log_probs)
+    loss, count, log = masked_loss(correction, batch, log_probs, entropy, scale, divergence=divergence)
     loss.backward()
     assert list(log) == ["loss"]
     end([Chunk()])

@@ -40,9 +40,9 @@ CONFIG = LlamaConfig(
 def model_of(version):
     """The model of a version; its numbers follow a formula, because random ones differ between processors."""
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
-    for place, (name, parameter) in enumerate(model.named_parameters()):
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         numbers = torch.arange(parameter.numel(), dtype=torch.float64)
-        wave = torch.sin(numbers.square() * 0.37 + numbers * (1 + version) * 0.11 + place)
+        wave = torch.sin(numbers.square() * 0.37 + numbers * (1 + version) * 0.11 + index)
         size = 0.1 if "norm" in name else 0.3
         parameter.data = (("norm" in name) + size * wave).view(parameter.shape).float()
     return model
@@ -63,9 +63,9 @@ def scored(version, prompt, tokens):
 def farthest(sample, prompt, versions=None):
     """Largest |Δ log-prob| between a sample and the models of its tokens' versions, or of other ``versions``."""
     versions = torch.tensor(versions or sample.versions)
-    found = torch.tensor(sample.log_probs, dtype=torch.float64)
+    log_probs = torch.tensor(sample.log_probs, dtype=torch.float64)
     differences = [
-        (found - scored(version, prompt, sample.token_ids)).abs()[versions == version].max().item()
+        (log_probs - scored(version, prompt, sample.token_ids)).abs()[versions == version].max().item()
         for version in versions.unique().tolist()
     ]
     return max(differences)
@@ -73,12 +73,12 @@ def farthest(sample, prompt, versions=None):
 
 def sample_over(engine, updates):
     """Responses to PROMPTS; ``updates`` is called meanwhile, and gives the engine other weights."""
-    found = []
+    samples = []
     errors = []
 
     def sample():
         try:
-            found.extend(engine.sample(PROMPTS, SamplingParams(), TOKENS, SEED))
+            samples.extend(engine.sample(PROMPTS, SamplingParams(), TOKENS, SEED))
         except Exception as error:
             errors.append(error)
 
@@ -90,7 +90,7 @@ def sample_over(engine, updates):
         thread.join()
     for error in errors:
         raise error
-    return found
+    return samples
 
 
 def give(engine, version):
@@ -108,30 +108,32 @@ def wait_until(is_so, seconds=60):
 
 def check_versions_of(samples):
     """Each token was sampled by the weights of its version, and not by those of the versions around it."""
-    changed = [(prompt, one) for prompt, one in zip(PROMPTS, samples, strict=True) if len(set(one.versions)) > 1]
+    changed = [
+        (prompt, sample) for prompt, sample in zip(PROMPTS, samples, strict=True) if len(set(sample.versions)) > 1
+    ]
     assert changed, "no response was under way when the weights changed"
-    for prompt, one in zip(PROMPTS, samples, strict=True):
-        assert farthest(one, prompt) < CLOSE
-        assert one.versions == sorted(one.versions)
-    for prompt, one in changed:
-        for version in set(one.versions):
-            assert farthest(one, prompt, [version] * len(one.versions)) > FAR
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        assert farthest(sample, prompt) < CLOSE
+        assert sample.versions == sorted(sample.versions)
+    for prompt, sample in changed:
+        for version in set(sample.versions):
+            assert farthest(sample, prompt, [version] * len(sample.versions)) > FAR
 
 
 def check_ratios(samples):
     """The breakdown by staleness, against the models of the tokens' versions and the newest, which score all tokens."""
-    newest = max(max(one.versions) for one in samples)
-    length = max(len(one.token_ids) for one in samples)
+    newest = max(max(sample.versions) for sample in samples)
+    length = max(len(sample.token_ids) for sample in samples)
     train, rollout, versions, mask, want = (torch.zeros(len(samples), length, dtype=torch.float64) for _ in range(5))
-    for row, (prompt, one) in enumerate(zip(PROMPTS, samples, strict=True)):
-        size = len(one.token_ids)
-        own = torch.tensor(one.versions)
-        mask[row, :size], versions[row, :size] = 1, own.double()
-        rollout[row, :size] = torch.tensor(one.log_probs, dtype=torch.float64)
-        train[row, :size] = scored(newest, prompt, one.token_ids)
-        for version in set(one.versions):
-            here = (own == version).nonzero().squeeze(1)
-            want[row, here] = scored(version, prompt, one.token_ids)[here] - train[row, here]
+    for row, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
+        size = len(sample.token_ids)
+        versions_of_sample = torch.tensor(sample.versions)
+        mask[row, :size], versions[row, :size] = 1, versions_of_sample.double()
+        rollout[row, :size] = torch.tensor(sample.log_probs, dtype=torch.float64)
+        train[row, :size] = scored(newest, prompt, sample.token_ids)
+        for version in set(sample.versions):
+            positions = (versions_of_sample == version).nonzero().squeeze(1)
+            want[row, positions] = scored(version, prompt, sample.token_ids)[positions] - train[row, positions]
     ages = newest - versions.long()
     result = correct_rollouts(
         *(train, rollout, mask.bool(), RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)),
@@ -139,7 +141,9 @@ def check_ratios(samples):
     )
     metrics = result.metrics()
     for age in ages[mask.bool()].unique().tolist():
-        here = mask.bool() & (ages == age)
-        assert metrics[f"rollout_corr/staleness_{age}_token_fraction"] == pytest.approx(float(here.sum() / mask.sum()))
-        assert metrics[f"rollout_corr/staleness_{age}_kl"] == pytest.approx(float(want[here].mean()), abs=CLOSE)
-        assert (want[here].abs().mean() > FAR) == (age > 0), "the reference tells the versions apart"
+        positions = mask.bool() & (ages == age)
+        assert metrics[f"rollout_corr/staleness_{age}_token_fraction"] == pytest.approx(
+            float(positions.sum() / mask.sum())
+        )
+        assert metrics[f"rollout_corr/staleness_{age}_kl"] == pytest.approx(float(want[positions].mean()), abs=CLOSE)
+        assert (want[positions].abs().mean() > FAR) == (age > 0), "the reference tells the versions apart"

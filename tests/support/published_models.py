@@ -1,5 +1,6 @@
 """A tiny model of every architecture, with the special settings of published models."""
 
+import copy
 import json
 
 import torch
@@ -24,6 +25,14 @@ SMALL_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16, "tie_word_embeddings": False}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+# YaRN as publishers ship it for plain attention, with each further parameter in one of two.
+ATTENTION_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+ATTENTION_YARN |= {"beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.25, "truncate": False}
+SCALED_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED_YARN |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
+HALF = GATED["rope_parameters"] | {"partial_rotary_factor": 0.5}
 DEEPSEEK = GATED | {
     **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
     **{"v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
@@ -35,7 +44,7 @@ MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameter
 GLM = GATED | {
     **{"head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3},
     **{"moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
-    **{"rope_parameters": GATED["rope_parameters"] | {"partial_rotary_factor": 0.5}, "num_nextn_predict_layers": 0},
+    **{"rope_parameters": HALF, "num_nextn_predict_layers": 0},
 }
 # As GLM-4.5-Air: queries and keys without norms.
 AIR = {"use_qk_norm": False, "routed_scaling_factor": 1.0}
@@ -48,9 +57,15 @@ MODELS = {
     "llama3": transformers.LlamaConfig(
         **GATED | {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}, head_dim=16, tie_word_embeddings=True
     ),
+    "llama-biases": transformers.LlamaConfig(**GATED | {"rope_parameters": LINEAR}, attention_bias=True, mlp_bias=True),
+    "llama-yarn": transformers.LlamaConfig(**GATED | {"rope_parameters": ATTENTION_YARN}, attention_bias=True),
+    "llama-dynamic": transformers.LlamaConfig(**GATED | {"rope_parameters": DYNAMIC}),
     "mistral": transformers.MistralConfig(**GATED, head_dim=16, sliding_window=None),
     "qwen2": transformers.Qwen2Config(**GATED, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**GATED, head_dim=16, tie_word_embeddings=False),
+    "qwen3-biases": transformers.Qwen3Config(
+        **GATED | {"rope_parameters": SCALED_YARN}, head_dim=16, attention_bias=True
+    ),
     "gpt2": transformers.GPT2Config(**SMALL_GPT2),
     "gpt2-untied": transformers.GPT2Config(**SMALL_GPT2, tie_word_embeddings=False),
     "gpt2-gelu": transformers.GPT2Config(**SMALL_GPT2, activation_function="gelu"),
@@ -60,6 +75,26 @@ MODELS = {
     "qwen3_moe-unnormalised": transformers.Qwen3MoeConfig(
         **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False
     ),
+    "qwen3_moe-dense_layers": transformers.Qwen3MoeConfig(
+        **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **GATED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=2,
+    ),
+    # Its class changes the dictionary that it is given.
+    "phi3": transformers.Phi3Config(**copy.deepcopy(GATED), pad_token_id=None, sliding_window=48),
+    "seed_oss": transformers.SeedOssConfig(
+        **GATED, head_dim=16, pad_token_id=None, attention_dropout=0.0, residual_dropout=0.0
+    ),
+    "smollm3": transformers.SmolLM3Config(**GATED, pad_token_id=None, no_rope_layers=[1, 0, 1, 0]),
+    "olmo2": transformers.Olmo2Config(**GATED, pad_token_id=None, attention_bias=True),
+    "olmo3": transformers.Olmo3Config(**GATED | {"rope_parameters": None}, pad_token_id=None),
+    "glm4": transformers.Glm4Config(**GATED | {"rope_parameters": HALF}, head_dim=16, pad_token_id=None),
     "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
     "deepseek_v3": transformers.DeepseekV3Config(**DEEPSEEK),
     "moonlight": transformers.DeepseekV3Config(**DEEPSEEK | MOONLIGHT),
@@ -96,6 +131,6 @@ def words_of(folder, layout, *more):
 def changed(folder, target, change):
     """A directory with a changed ``config.json``, from which entries that are ``...`` are removed."""
     config = json.loads((folder / "config.json").read_text()) | change
-    kept = {key: value for key, value in config.items() if value is not ...}
-    (target / "config.json").write_text(json.dumps(kept))
+    remaining = {key: value for key, value in config.items() if value is not ...}
+    (target / "config.json").write_text(json.dumps(remaining))
     return target

@@ -38,8 +38,8 @@ def fail_as_a_victim() -> None:
     sys.exit(1)
 
 
-def fail(words: str, code: int) -> None:
-    tell(error=words, code=code)
+def fail(message: str, code: int) -> None:
+    tell(error=message, code=code)
     sys.exit(code)
 
 

@@ -69,13 +69,13 @@ def main():
     kept = Kept()
     logging.getLogger("transformers").addHandler(kept)
     tokens = torch.load(tokens_file)
-    found = {"version": transformers.__version__}
+    outcomes = {"version": transformers.__version__}
     for folder in folders:
         try:
-            found[folder] = read(Path(folder), tokens, kept)
+            outcomes[folder] = read(Path(folder), tokens, kept)
         except Exception as error:  # each directory by itself
-            found[folder] = {"error": f"{type(error).__name__}: {error}"}
-    sys.stdout.write(json.dumps(found))
+            outcomes[folder] = {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def flags(folder: Path, *more: str, model: list[str] = LLAMA) -> list[str]:
     return [*model, *COMMON, *clip, f"--runs-dir={folder}", *more]
 
 
-def run_config(words: list[str], world_size: int = 1, *, engine: bool = True) -> RunConfig:
+def run_config(arguments: list[str], world_size: int = 1, *, engine: bool = True) -> RunConfig:
     """The checked settings of these flags."""
-    return configure(words, world_size, engine=engine)[0]
+    return configure(arguments, world_size, engine=engine)[0]
 
 
 def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBatch:
@@ -56,26 +56,26 @@ def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBa
     return batch.rows(slice(replica * SEQUENCES // replicas, (replica + 1) * SEQUENCES // replicas))
 
 
-def make_trainer(words: list[str]):
+def make_trainer(arguments: list[str]):
     """A trainer on this rank of the pool, for recorded rollouts."""
     from megatron_rc.launch.training.trainer import Trainer
 
-    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    config = run_config(arguments, torch.distributed.get_world_size(), engine=False)
     return Trainer(config, ParallelGroups.from_megatron())
 
 
-def refusal(words: list[str]) -> str | None:
+def refusal(arguments: list[str]) -> str | None:
     """The error of a trainer that cannot be made; None if it can."""
     try:
-        make_trainer(words)
+        make_trainer(arguments)
     except (RuntimeError, ValueError) as error:
         return str(error)
     return None
 
 
-def build_trainer(words: list[str]) -> None:
+def build_trainer(arguments: list[str]) -> None:
     """Make a trainer, and raise its error, which may be one of this rank alone."""
-    make_trainer(words)
+    make_trainer(arguments)
 
 
 def share(trainer, index: int) -> RolloutBatch:
@@ -83,14 +83,14 @@ def share(trainer, index: int) -> RolloutBatch:
     return recorded_batch(index, group_rank(trainer.groups.dp), trainer.config.data_parallel_size)
 
 
-def save_initial(words: list[str]) -> None:
+def save_initial(arguments: list[str]) -> None:
     """Write the checkpoint that all layouts start from."""
-    make_trainer(words).save()
+    make_trainer(arguments).save()
 
 
-def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
+def train_recorded(arguments: list[str], batches: int) -> list[dict[str, float]]:
     """Make two optimizer steps on each recorded batch; returns every step's metrics and the local size of the loss."""
-    trainer = make_trainer(words)
+    trainer = make_trainer(arguments)
     steps = []
     for index in range(batches):
         prepared = trainer.prepare(share(trainer, index))

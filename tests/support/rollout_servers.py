@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *words):
+    def log_message(self, *message):
         pass
 
 

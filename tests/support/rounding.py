@@ -12,7 +12,7 @@ def assert_equal_but_rounding(got, want, rel):
             assert_equal_but_rounding(got[key], value, rel)
     elif isinstance(want, list):
         assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            assert_equal_but_rounding(one, other, rel)
+        for entry, expected in zip(got, want, strict=True):
+            assert_equal_but_rounding(entry, expected, rel)
     else:
         assert got == (pytest.approx(want, rel=rel, abs=rel) if isinstance(want, float) else want)

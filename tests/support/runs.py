@@ -50,12 +50,12 @@ def finish(process, timeout=300):
     return process.returncode, output, errors
 
 
-def launch(*words):
-    return ["-m", "megatron_rc.launch", *words]
+def launch(*arguments):
+    return ["-m", "megatron_rc.launch", *arguments]
 
 
-def torchrun(number, *words):
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
+def torchrun(number, *arguments):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *arguments]
 
 
 def read(folder):
@@ -93,10 +93,10 @@ def listening(pid):
         for opened in Path(f"/proc/{process}/fd").glob("*"):
             with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
                 inodes.add(os.readlink(opened))
-    found = set()
+    sockets = set()
     for family in ("tcp", "tcp6"):
         for line in Path("/proc/net", family).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == _LISTEN and f"socket:[{words[9]}]" in inodes:
-                found.add(words[1].partition(":")[0])
-    return found
+            columns = line.split()
+            if columns[3] == _LISTEN and f"socket:[{columns[9]}]" in inodes:
+                sockets.add(columns[1].partition(":")[0])
+    return sockets

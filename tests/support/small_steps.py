@@ -95,13 +95,13 @@ class Training:
 
     def micro_batch(self, plan, rows):
         layout = SequenceLayout.padded(len(rows), WIDTH)
-        given = {}
+        results = {}
         if self.mode == "decoupled":
-            given = {"weights": plan.weights, "mask": plan.mask, "sequence_lengths": plan.sequence_lengths}
-            given = {name: None if value is None else value[list(rows)] for name, value in given.items()}
-        old = self.old[list(rows)] if given else None
+            results = {"weights": plan.weights, "mask": plan.mask, "sequence_lengths": plan.sequence_lengths}
+            results = {name: None if value is None else value[list(rows)] for name, value in results.items()}
+        old = self.old[list(rows)] if results else None
         rollout, mask, advantages = (value[list(rows)] for value in (self.rollout, self.mask, self.advantages))
-        return MicroBatch(old, rollout, mask, layout, advantages, **given)
+        return MicroBatch(old, rollout, mask, layout, advantages, **results)
 
     def scale(self, plan, mini_batch):
         number = len(MINI_BATCHES[mini_batch]) // PER_MICRO_BATCH
@@ -164,8 +164,8 @@ def planned(training, sequence_ids=None):
 def run(training, scale, micro_batches):
     """One step of (place, micro-batch): the model has the micro-batch's rows at its place."""
     training.model.zero_grad_buffer()
-    for place, micro_batch in micro_batches:
-        log_probs = training.model(range(PER_MICRO_BATCH * place, PER_MICRO_BATCH * (place + 1)))
+    for index, micro_batch in micro_batches:
+        log_probs = training.model(range(PER_MICRO_BATCH * index, PER_MICRO_BATCH * (index + 1)))
         loss, count, _ = masked_loss(training.correction, micro_batch, log_probs, None, scale)
         (loss / count / scale.num_microbatches).backward()
     training.finalize([training.model])

@@ -116,8 +116,8 @@ class SglangStreamServer(StreamServer):
         """As SGLang's ``_update_bucketed_weights_from_distributed`` does."""
         kinds = [getattr(torch, name) for name in info["dtypes"]]
         made = [torch.empty(shape, dtype=kind) for shape, kind in zip(info["shapes"], kinds, strict=True)]
-        flat = torch.cat([one.flatten().view(torch.uint8) for one in made])
+        flat = torch.cat([tensor_of_part.flatten().view(torch.uint8) for tensor_of_part in made])
         self.groups[info["group_name"], rank].broadcast(flat, 0).wait()
-        parts = flat.split([one.nbytes for one in made])
-        for name, part, one in zip(info["names"], parts, made, strict=True):
-            self.received[rank][name] = part.clone().view(one.dtype).reshape(one.shape)
+        parts = flat.split([tensor_of_part.nbytes for tensor_of_part in made])
+        for name, part, tensor_of_part in zip(info["names"], parts, made, strict=True):
+            self.received[rank][name] = part.clone().view(tensor_of_part.dtype).reshape(tensor_of_part.shape)

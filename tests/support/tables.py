@@ -25,10 +25,10 @@ def table(columns, text):
 
 def _values(names, cells):
     cells = ["" if cell == "-" else cell for cell in cells]
-    rest = [cells[len(names) - 1 :]] if names[-1].startswith("*") else []
-    found = cells[: len(names) - len(rest)]
-    pairs = zip(names[: len(names) - len(rest)], found, strict=True)
-    return [_mapping(cell) if name.startswith("{") else cell for name, cell in pairs] + rest
+    remaining = [cells[len(names) - 1 :]] if names[-1].startswith("*") else []
+    values = cells[: len(names) - len(remaining)]
+    pairs = zip(names[: len(names) - len(remaining)], values, strict=True)
+    return [_mapping(cell) if name.startswith("{") else cell for name, cell in pairs] + remaining
 
 
 def _mapping(cell):

@@ -37,7 +37,7 @@ def _stand_ins(mode: Answering, device: FarDevice) -> Iterator[tuple[Any, str, A
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         yield torch.optim.Optimizer, name, lambda _: None
     initialize = dist.init_process_group
-    yield dist, "init_process_group", lambda _, **rest: initialize("gloo", **rest)
+    yield dist, "init_process_group", lambda _, **options: initialize("gloo", **options)
     yield from _object_collectives(dist, device)
     for module in (groups, rollout_correction, advantages):
         yield module, "group_device", lambda group: CPU if group is None else GPU

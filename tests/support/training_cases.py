@@ -75,18 +75,20 @@ bypass gspo:
 
 
 def _objective(words: str, settings: dict[str, Any] | None = None, **more: Any) -> Objective:
-    given = oracle.Settings(criteria=_CRITERIA, **settings or {})
-    return Objective(tuple(words.split()), given, **{"low": 0.1, "high": 0.15} | more)
+    correction = oracle.Settings(criteria=_CRITERIA, **settings or {})
+    return Objective(tuple(words.split()), correction, **{"low": 0.1, "high": 0.15} | more)
 
 
 OBJECTIVES = {mode: tuple(_objective(**given) for given in some) for mode, some in yaml.safe_load(_OBJECTIVES).items()}
 MODES = ("decoupled", "bypass ppo_clip", "bypass reinforce")
 
 
-def cut_words(case: Any, *own: str) -> list[str]:
+def cut_words(case: Any, *flags_of_case: str) -> list[str]:
     """The flags of a case's layout, micro-batches and setting of the loss, with its own ones between them."""
-    words = [*case.layout.flags(), f"--micro-batch-size={case.size}", *own]
-    return words + ["--rl-use-sequence-packing"] * case.packed + ["--calculate-per-token-loss"] * case.per_token_loss
+    arguments = [*case.layout.flags(), f"--micro-batch-size={case.size}", *flags_of_case]
+    return (
+        arguments + ["--rl-use-sequence-packing"] * case.packed + ["--calculate-per-token-loss"] * case.per_token_loss
+    )
 
 
 def label(case: Any, objective: object) -> str:
@@ -113,8 +115,10 @@ class Case:
     def words(self, folder: Any) -> list[str]:
         """The launcher's flags."""
         clip = () if self.objective.algorithm == "reinforce" else _CLIP
-        words = cut_words(self, *clip, *_REJECT, *self.objective.words)
-        return [word for word in flags(folder, *BATCH, *words, model=LLAMA) if not word.startswith(_REPLACED)] + words
+        arguments = cut_words(self, *clip, *_REJECT, *self.objective.words)
+        return [
+            word for word in flags(folder, *BATCH, *arguments, model=LLAMA) if not word.startswith(_REPLACED)
+        ] + arguments
 
     def __str__(self) -> str:
         return label(self, f"{self.mode.replace(' ', '-')}{self.variant}")
@@ -159,10 +163,12 @@ def make_data(experts: int = 0, replayed: str = "", kept: str = "") -> Data:
     generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)
     tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
-    exact = [{name: weight.double() for name, weight in each.items()} for each in weights(experts)]
+    exact = [
+        {name: weight.double() for name, weight in weights_of_policy.items()} for weights_of_policy in weights(experts)
+    ]
     routes = make_routes(replayed, exact[0], tokens, experts) if replayed else None
     among = make_kept(tokens) if kept else None
-    old, new = (training_oracle.score(each, tokens, routes, among)[0] for each in exact)
+    old, new = (training_oracle.score(weights_of_policy, tokens, routes, among)[0] for weights_of_policy in exact)
     rewards = torch.rand(SEQUENCES, generator=generator)
     ids = torch.arange(SEQUENCES)
     data = Data(
@@ -313,15 +319,15 @@ def run_steps(groups: Any, chunks: Any, accumulate: Callable[[int], dict[str, fl
 
 def places_of(cut: Any, rows: torch.Tensor) -> torch.Tensor:
     """[k, 2] row and position of each token of a cut batch whose replica has these rows; -1: padding."""
-    own = cut.rows.cpu()
+    local_rows = cut.rows.cpu()
     local = cut.local
-    row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
+    row = torch.where(local_rows >= 0, rows[local_rows.clamp(min=0)], -1)
     return torch.stack([local.layout.expand(row).flatten(), local.positions.cpu().flatten()], 1)
 
 
-def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
+def run_case(arguments: list[str], data: Data, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
     """Plan at the old weights, then compute the gradients of each mini-batch at the new ones."""
-    trainer = make_trainer(words)
+    trainer = make_trainer(arguments)
     groups = trainer.groups
     load(trainer.chunks, old)
     if trainer.reference is not None:
@@ -332,11 +338,11 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     with recorded(of_library=True) as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
-    held = watch(trainer)
+    kept_tensors = watch(trainer)
     plan = prepared.plan
     steps = run_steps(groups, trainer.chunks, lambda index: trainer.accumulate(prepared, index) | plan.metrics())
     local = prepared.batch.local
-    applied = [local.weights, local.mask, local.sequence_lengths] if held is None else joined(held)
+    applied = [local.weights, local.mask, local.sequence_lengths] if kept_tensors is None else joined(kept_tensors)
     weights, mask, lengths = (None if value is None else value.cpu() for value in applied)
     last = groups.is_last_stage
     return Found(
@@ -358,13 +364,13 @@ def with_replayed(trainer: Any, batch: RolloutBatch, data: Data) -> RolloutBatch
     config = trainer.config
     if not (config.replays_rollouts or config.rollouts.replays_sampling):
         return batch
-    given = None
+    routes_of_rows = None
     if group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0:
         rows = batch.sample_ids.cpu()
         routes = data.routes[rows] if config.replays_rollouts else None
         support = {} if data.kept is None else support_fields(data.kept[rows])
-        given = dataclasses.replace(batch, routed_experts=routes, **support)
-    return ReplicaBroadcast(config, groups).batch(given)
+        routes_of_rows = dataclasses.replace(batch, routed_experts=routes, **support)
+    return ReplicaBroadcast(config, groups).batch(routes_of_rows)
 
 
 def support_fields(kept: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -373,9 +379,9 @@ def support_fields(kept: torch.Tensor) -> dict[str, torch.Tensor]:
     counts = torch.zeros(kept.shape[:2], dtype=torch.int32)
     for row in range(len(kept)):
         for column in range(1, kept.shape[1]):
-            own = kept[row, column - 1]
-            if not own.all():
-                ids.append(own.nonzero().flatten().int())
+            ids_of_token = kept[row, column - 1]
+            if not ids_of_token.all():
+                ids.append(ids_of_token.nonzero().flatten().int())
                 counts[row, column] = len(ids[-1])
     return {"support_ids": torch.cat(ids), "support_counts": counts}
 
@@ -385,22 +391,22 @@ def watch(trainer: Any) -> list[Any] | None:
     correction = trainer.correction
     if not correction.corrects_in_loss:
         return None
-    held = []
+    seen = []
     corrected = correction.corrected
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        held.append(corrected(*args, **kwargs))
-        return held[-1]
+        seen.append(corrected(*args, **kwargs))
+        return seen[-1]
 
     correction.corrected = watched
-    return held
+    return seen
 
 
-def joined(held: list[Any]) -> list[torch.Tensor | None]:
+def joined(tensors_of_passes: list[Any]) -> list[torch.Tensor | None]:
     """The micro-batches of all mini-batches, concatenated."""
-    if not held:
+    if not tensors_of_passes:
         return [None, None, None]
-    return [None if parts[0] is None else torch.cat(parts) for parts in zip(*held, strict=True)]
+    return [None if parts[0] is None else torch.cat(parts) for parts in zip(*tensors_of_passes, strict=True)]
 
 
 # Transformer Engine's layers hold their norm inside the linear layer that uses it.

@@ -8,6 +8,7 @@ is a mixture of them. Names and shapes are as in Megatron-Core's unsharded GPTMo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -276,6 +277,7 @@ class Objective:
     interpolation: bool = False  # the proximal policy is interpolated, see ``proximal``
     tau_pos: float = 1.0  # temperatures of SAPO
     tau_neg: float = 1.05
+    distillation: float = 0.0  # coefficient of the divergence from a teacher
 
     @property
     def bounds(self) -> Bounds:
@@ -359,10 +361,17 @@ def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
     return log_prox
 
 
-def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expected:
+def update(
+    objective: Objective,
+    data: Data,
+    old: Weights,
+    new: Weights,
+    divergence_of: Callable[[Weights], torch.Tensor] | None = None,
+) -> Expected:
     """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``.
 
     Forced experts are π_θ's and π_old's; the routers of π_ref choose. All log-probs are over the kept tokens.
+    ``divergence_of`` gives the divergence from a teacher at each token, [n, s], from the weights; None: no teacher.
     """
     # Log-probs of every policy; ``behind`` is the one that the loss's ratio divides by.
     parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
@@ -382,7 +391,7 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
 
     # Weights and masks. In bypass mode the ratio of the loss corrects already, but for REINFORCE, which has none.
     results = corrected(objective, data, train=log_probs.detach() if objective.bypass else behind)
-    has_ratio = objective.algorithm != "reinforce"
+    has_ratio = objective.algorithm not in ("reinforce", "distill")
     has_weights = objective.settings.level is not None and not (objective.bypass and has_ratio)
     result_of_row = [results[index] for index in data.mini_batch_ids.tolist()]
     expected = Expected(
@@ -392,9 +401,10 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
         metrics=[result.metrics for result in results],
     )
 
+    divergences = torch.zeros_like(log_probs) if divergence_of is None else divergence_of(parameters)
     for index, result in enumerate(results):
         rows = [row for row, mini_batch in enumerate(data.mini_batch_ids.tolist()) if mini_batch == index]
-        total, size, policy = add_up(objective, data, rows, log_probs, behind, ref, entropy, expected)
+        total, size, policy = add_up(objective, data, rows, log_probs, behind, ref, entropy, divergences, expected)
         tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[index]
         if objective.settings.denominator == "accepted":
             divisor = divides(objective.aggregation, accepted_tokens, accepted_sequences, objective.scale)
@@ -428,6 +438,7 @@ def add_up(
     behind: torch.Tensor,
     ref: torch.Tensor,
     entropy: torch.Tensor,
+    divergences: torch.Tensor,
     expected: Expected,
 ) -> tuple[torch.Tensor, float, dict[str, float]]:
     """Add up the terms of the loss of the mini-batch with these rows.
@@ -440,6 +451,7 @@ def add_up(
         behind: [n, s] log-probs of the policy that the ratio divides by.
         ref: [n, s] log π_ref.
         entropy: [n, s] of π_θ, with its graph.
+        divergences: [n, s] of π_θ from a teacher, with its graph.
         expected: weights, mask and lengths of the correction.
 
     Returns:
@@ -448,7 +460,8 @@ def add_up(
     advantage_of_row = advantages(data)
     total = torch.zeros((), dtype=torch.float64)
     size = 0.0
-    measured: dict[str, list[float]] = {name: [] for name in ("log_ratio", "low", "high", "dual", "entropy", "kl")}
+    names = ("log_ratio", "low", "high", "dual", "entropy", "kl", "divergence")
+    measured: dict[str, list[float]] = {name: [] for name in names}
     for row in rows:
         tokens = [t for t, valid in enumerate(data.mask[row].tolist()) if valid]
         log_probs_behind = behind[row].detach().tolist()
@@ -467,6 +480,7 @@ def add_up(
             measured["log_ratio"].append(log_probs[row, t].item() - log_probs_behind[t])
             measured["entropy"].append(entropy[row, t].item())
             measured["kl"].append(penalty.item())
+            measured["divergence"].append(divergences[row, t].item())
             for name in ("low", "high", "dual"):
                 measured[name].append(float(name == clipped))
 
@@ -474,6 +488,9 @@ def add_up(
                 continue
             weight = 1.0 if expected.weights is None else expected.weights[row][t]
             length = expected.lengths[row] if objective.aggregation == "seq-mean-token-mean" else 1
+            if objective.algorithm == "distill":
+                loss = divergences[row, t]
+            loss = loss + objective.distillation * divergences[row, t]
             terms = [weight * loss, objective.kl * penalty, -objective.entropy * entropy[row, t]]
             total = total + sum(terms) / length
             size += sum(abs(term.item()) for term in terms) / length
@@ -505,7 +522,7 @@ def nearest_bound(objective: Objective, data: Data, row: int, new: torch.Tensor,
         objective.settings,
         advantages=[advantages(data)[row]],
     )
-    if objective.algorithm == "reinforce":
+    if objective.algorithm in ("reinforce", "distill"):
         return nearest
 
     tokens = data.mask[row]

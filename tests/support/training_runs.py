@@ -24,13 +24,13 @@ HELD_OUT += ["--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch
 HELD_OUT += ["--rollout-rs-threshold=0.01_100,10"]
 
 
-def run_training(words):
+def run_training(arguments):
     """Run ``train`` as under torchrun; returns the error that it raised. An engine's error is of one rank alone."""
     from megatron_rc.launch.engines import EngineError
     from megatron_rc.launch.errors import RunError
     from megatron_rc.launch.training.loop import train
 
-    config, task = configure(words, torch.distributed.get_world_size())
+    config, task = configure(arguments, torch.distributed.get_world_size())
     try:
         train(config, task)
     except EngineError:  # the other ranks wait for this one
@@ -39,10 +39,10 @@ def run_training(words):
         return f"{type(error).__name__}: {error}"
 
 
-def said_by_training(words):
+def said_by_training(arguments):
     """(the error of a run or None, what it says on the terminal)."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return run_training(words), said.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        return run_training(arguments), errors.getvalue()
 
 
 def rows(folder):
@@ -64,11 +64,11 @@ def weights_of(chunks):
     return [weight.detach().clone() for chunk in chunks for weight in chunk.parameters()]
 
 
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(tensors, other_tensors):
+    return all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
 
 
-def run_until_signal(words, step):
+def run_until_signal(arguments, step):
     """A run that is told to stop during a step; returns whether nothing is lost."""
     from megatron_rc.launch.training.loop import train
     from megatron_rc.launch.training.trainer import Trainer
@@ -82,7 +82,7 @@ def run_until_signal(words, step):
         return metrics
 
     with mock.patch.object(Trainer, "update", stop):
-        return train(*configure(words, torch.distributed.get_world_size()))
+        return train(*configure(arguments, torch.distributed.get_world_size()))
 
 
 @contextlib.contextmanager
@@ -96,24 +96,24 @@ def small_files(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def agreed(found):
+def agreed(results):
     """The result that all ranks have."""
-    assert all(one == found[0] for one in found), found
-    return found[0]
+    assert all(result == results[0] for result in results), results
+    return results[0]
 
 
 @contextlib.contextmanager
 def logged():
     """The messages of the package's logger inside the block."""
-    said = []
+    messages = []
     logger = logging.getLogger("megatron_rc")
     disabled = logging.root.manager.disable
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.disable(logging.NOTSET)
     logger.addHandler(handler)
     try:
-        yield said
+        yield messages
     finally:
         logging.disable(disabled)
         logger.removeHandler(handler)

@@ -15,8 +15,8 @@ NUMBER = 3
 
 def parts(prompt, response, label, record):
     """A dict of components."""
-    found = {"reward": float(response == label), "length": len(response)}
-    return {**found, "polite": 1.0} if "please" in response else found
+    reward = {"reward": float(response == label), "length": len(response)}
+    return {**reward, "polite": 1.0} if "please" in response else reward
 
 
 async def later(prompt, response, label, record):
@@ -41,29 +41,29 @@ def everything(prompt, response, label, record):
 
 
 def misbehave(prompt, response, label, record):
-    what, _, rest = response.partition(" ")
+    what, _, argument = response.partition(" ")
     if what == "sleep":
-        time.sleep(float(rest))
+        time.sleep(float(argument))
     elif what == "regex":  # holds the interpreter's lock
         re.match(r"(a+)+$", "a" * 40 + "b")
     elif what == "exit":
-        os._exit(int(rest))
+        os._exit(int(argument))
     elif what == "segfault":
         ctypes.string_at(0)
     elif what == "raise":
-        raise ValueError(rest)
+        raise ValueError(argument)
     elif what == "quit":
         sys.exit(4)
     elif what == "give":
-        return GIVEN[rest]
+        return GIVEN[argument]
     elif what == "print":
-        sys.stdout.write(rest * 100_000)
-        sys.stderr.write(rest * 100_000)
+        sys.stdout.write(argument * 100_000)
+        sys.stderr.write(argument * 100_000)
     elif what == "read":
         return len(input())
     elif what == "start":  # leaves another process running, and hangs
-        subprocess.Popen(["sleep", rest])
-        time.sleep(float(rest))
+        subprocess.Popen(["sleep", argument])
+        time.sleep(float(argument))
     elif what == "fork":  # both processes return
         os.fork()
     elif what == "heavy":

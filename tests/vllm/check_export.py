@@ -27,9 +27,9 @@ RUN = """--cpu --from-scratch --num-layers=2 --hidden-size=64 --ffn-hidden-size=
 def directory(request, tmp_path_factory):
     """A run on two tensor-parallel ranks, one step long, and its checkpoint as a directory."""
     folder = tmp_path_factory.mktemp(request.param)
-    words = [*MODELS[request.param], *RUN, f"--runs-dir={folder}/runs", f"--save={folder}/ckpt"]
+    arguments = [*MODELS[request.param], *RUN, f"--runs-dir={folder}/runs", f"--save={folder}/ckpt"]
     python = [sys.executable, "-m"]
-    subprocess.run([*python, "megatron_rc.launch", "--nproc-per-node=2", *words], check=True, timeout=300)
+    subprocess.run([*python, "megatron_rc.launch", "--nproc-per-node=2", *arguments], check=True, timeout=300)
     command = [*python, "megatron_rc.launch.export", "--load", f"{folder}/ckpt", "--save-hf", f"{folder}/out"]
     subprocess.run(command, check=True, timeout=120)
     return folder / "out"
@@ -56,8 +56,8 @@ def test_vllm_generates_what_transformers_does(directory, monkeypatch):
         with torch.no_grad():
             logits = model(torch.tensor([ids + chosen])).logits[0, len(ids) - 1 : -1]
         assert logits.argmax(-1).tolist() == chosen
-        found = torch.tensor(
+        of_vllm = torch.tensor(
             [step[token].logprob for step, token in zip(output.outputs[0].logprobs, chosen, strict=True)]
         )
-        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+        of_transformers = torch.log_softmax(logits, -1).gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(of_vllm, of_transformers, rtol=0, atol=1e-4)

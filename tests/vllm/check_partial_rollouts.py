@@ -243,16 +243,16 @@ def check_kept(folder, step):
     """The responses in the checkpoint that a run went on from are in its records, as they were."""
     number = 0
     for file in (folder / "checkpoints" / f"iter_{step:07d}").glob("rollouts-*"):
-        kept = load_rollouts(file)
+        batch_of_file = load_rollouts(file)
         record = load_rollouts(
             folder / "rollouts" / f"step-{int(file.stem.split('-')[2]):07d}-replica-0000.safetensors"
         )
-        for row, index in enumerate(kept.sample_ids.tolist()):
-            length = kept.tokens.shape[1]
+        for row, index in enumerate(batch_of_file.sample_ids.tolist()):
+            length = batch_of_file.tokens.shape[1]
             mask = record.response_mask[index]
-            assert torch.equal(record.tokens[index, :length], kept.tokens[row])
+            assert torch.equal(record.tokens[index, :length], batch_of_file.tokens[row])
             for name in ("rollout_log_probs", "policy_versions"):
-                assert torch.equal(getattr(record, name)[index][mask], getattr(kept, name)[row][mask[:length]])
+                assert torch.equal(getattr(record, name)[index][mask], getattr(batch_of_file, name)[row][mask[:length]])
             number += 1
     assert number > 0, "the checkpoint had no response"
 
@@ -284,9 +284,11 @@ def check_tokens(folder):
             versions = batch.policy_versions[row]
             mixed += len(set(versions[mask].tolist())) > 1
             for version in set(versions[mask].tolist()) - {0}:  # a run saves what its steps made
-                here = mask & (versions == version)
-                found = log_probs_of(folder / "hf" / f"step-{version}", batch.tokens[row])[here]
-                torch.testing.assert_close(batch.rollout_log_probs[row][here].double(), found, rtol=0, atol=1e-3)
+                of_version = mask & (versions == version)
+                log_probs = log_probs_of(folder / "hf" / f"step-{version}", batch.tokens[row])[of_version]
+                torch.testing.assert_close(
+                    batch.rollout_log_probs[row][of_version].double(), log_probs, rtol=0, atol=1e-3
+                )
                 numbers.add(version)
     return numbers, mixed
 
@@ -300,8 +302,8 @@ def log_probs_of(folder, tokens):
     """[s] float64 log-prob of each token but the first, which gets 0."""
     with torch.no_grad():
         logits = saved_model(folder)(tokens[None]).logits[0, :-1].double()
-    found = torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
-    return torch.cat([torch.zeros(1, dtype=torch.float64), found])
+    log_probs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), log_probs])
 
 
 def environment():
@@ -326,8 +328,9 @@ def record(file):
             with mock.patch.object(HttpClient, "_exchange", watched):
                 samples = sample_over(engine, updates(engine, [1, 2]))
             check_versions_of(samples)
-    kept = [one for one in seen if one["path"] == ROUTE or one["path"].startswith(("/pause", "/reset", "/resume"))]
-    file.write_text("[\n" + ",\n".join(json.dumps(one) for one in kept) + "\n]\n")
+    of_updates = ("/pause", "/reset", "/resume")
+    recorded = [call for call in seen if call["path"] == ROUTE or call["path"].startswith(of_updates)]
+    file.write_text("[\n" + ",\n".join(json.dumps(call) for call in recorded) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ def test_the_record_of_a_run_of_several_turns(tmp_path):
     for file in sorted((tmp_path / "rollouts").glob("*.safetensors")):
         batch = load_rollouts(file)
         turns |= set((batch.turn_ids.amax(1) + 1).tolist())
-        for tokens, mask, version, given in zip(
+        for tokens, mask, version, recorded in zip(
             batch.tokens, batch.response_mask, batch.policy_versions, batch.rollout_log_probs, strict=True
         ):
             (number,) = set(version[mask].tolist())
             if number:  # a run saves what its steps made
-                found = log_probs_of(tmp_path / "hf" / f"step-{number}", tokens)[mask]
-                torch.testing.assert_close(given[mask].double(), found, rtol=0, atol=1e-3)
+                log_probs = log_probs_of(tmp_path / "hf" / f"step-{number}", tokens)[mask]
+                torch.testing.assert_close(recorded[mask].double(), log_probs, rtol=0, atol=1e-3)
                 versions.add(number)
     assert (turns, versions) == ({1, 2, 3}, {1, 2})

@@ -118,13 +118,13 @@ def free_port():
 
 
 def start_server(path, port, log, more=(), *, skips_tokenizer=True):
-    words = f"""--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len {LONGEST}
+    arguments = f"""--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len {LONGEST}
         --no-enable-chunked-prefill
         --enable-scale-out --logprobs-mode processed_logprobs --served-model-name tiny""".split()
-    words += ["--skip-tokenizer-init"] * skips_tokenizer
+    arguments += ["--skip-tokenizer-init"] * skips_tokenizer
     environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
     return subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words, *more],
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *arguments, *more],
         env=environment | CPU_DEFAULTS | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"},
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
@@ -176,9 +176,9 @@ def test_log_probs_are_those_of_transformers(rig):
 
 def test_the_seed_gives_the_responses(rig):
     rig.sync(0)
-    first, again, other = (rig.engine.sample([[4], [5]] * 4, SamplingParams(), 8, seed=s) for s in (1, 1, 2))
+    first, again, of_other_seed = (rig.engine.sample([[4], [5]] * 4, SamplingParams(), 8, seed=s) for s in (1, 1, 2))
     assert [s.token_ids for s in first] == [s.token_ids for s in again]
-    assert [s.token_ids for s in first] != [s.token_ids for s in other]
+    assert [s.token_ids for s in first] != [s.token_ids for s in of_other_seed]
     assert len({tuple(s.token_ids) for s in first[::2]}) > 1, "equal prompts must not get equal responses"
 
 
@@ -314,19 +314,19 @@ def test_the_check_after_a_sync_finds_what_vllm_keeps(tmp_path, broken):
     """Real runs: three steps where nothing is broken, and none behind the sync that left something old."""
     (tmp_path / "long_task.py").write_text(LONG_TASK)
     (tmp_path / "train.py").write_text(TRAIN.format(broken=BREAK[broken]))
-    words = """--from-scratch --num-layers=2 --hidden-size=64 --num-attention-heads=2
+    arguments = """--from-scratch --num-layers=2 --hidden-size=64 --num-attention-heads=2
 --group-query-attention --num-query-groups=1
         --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
         --seq-length=448 --task=python:long_task:Long --reward=exact --init-method-std=0.2 --lr=3e-3 --train-iters=3
         --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=16 --micro-batch-size=8
         --grpo-entropy-term-weight=0.1 --rollout-engine=vllm --rollout-dtype=fp32 --rollout-is=token"""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command = [*launcher, str(tmp_path / "train.py"), *words.split(), f"--runs-dir={tmp_path}/runs"]
+    command = [*launcher, str(tmp_path / "train.py"), *arguments.split(), f"--runs-dir={tmp_path}/runs"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    said = run.stderr[-4000:]
-    assert (tmp_path / "runs" / "ppo").is_dir(), said
+    printed = run.stderr[-4000:]
+    assert (tmp_path / "runs" / "ppo").is_dir(), printed
     rows = (tmp_path / "runs" / "ppo" / "metrics.jsonl").read_text().splitlines()
     whole = broken == "nothing"
-    assert ((run.returncode == 0), len(rows)) == (whole, 3 if whole else 1), said
+    assert ((run.returncode == 0), len(rows)) == (whole, 3 if whole else 1), printed
     disagree = "after the weight sync of step 1 the rollout engine and the trainer disagree by"
-    assert (disagree in run.stderr) != whole, said
+    assert (disagree in run.stderr) != whole, printed

@@ -83,8 +83,8 @@ class Trainer:
             errors.append(error)
 
     def tensors(self, stage, version):
-        own = [pair for pair in weights_of(version) if pair[0] in self.parts[stage]]
-        return self.engine.publisher.directory.tensors(own, self.parts[stage])
+        pairs_of_stage = [pair for pair in weights_of(version) if pair[0] in self.parts[stage]]
+        return self.engine.publisher.directory.tensors(pairs_of_stage, self.parts[stage])
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def server(place):
 
 def check(engine, version):
     samples = engine.sample(PROMPTS, SamplingParams(), 20, SEED)
-    assert {number for one in samples for number in one.versions} == {version}
-    assert max(farthest(one, prompt) for prompt, one in zip(PROMPTS, samples, strict=True)) < CLOSE
+    assert {number for sample in samples for number in sample.versions} == {version}
+    assert max(farthest(sample, prompt) for prompt, sample in zip(PROMPTS, samples, strict=True)) < CLOSE
 
 
 @pytest.mark.parametrize("ipc", [False, True])
@@ -139,10 +139,10 @@ def test_two_senders_give_all_weights(place, ipc):
 
 def test_a_server_of_two_processes_which_share_each_tensor(tmp_path):
     with started(tmp_path, "--tensor-parallel-size=2") as trainer:
-        other = Trainer(trainer.engine.client.url, tmp_path, ipc=True)
-        for version, one in ((1, trainer), (2, trainer), (3, other)):
-            one.give(version)
-            check(one.engine, version)
+        second_trainer = Trainer(trainer.engine.client.url, tmp_path, ipc=True)
+        for version, sender in ((1, trainer), (2, trainer), (3, second_trainer)):
+            sender.give(version)
+            check(sender.engine, version)
 
 
 def test_weights_change_within_responses(server):
@@ -162,8 +162,8 @@ def test_weights_change_within_responses(server):
 def state(engine):
     """Whether the server is paused, and the version that it names."""
     paused = engine.client.json("GET", "/is_paused")
-    held = engine.client.json("GET", "/weight_info")
-    return paused["is_paused"], held["weight_version"]
+    state_of_server = engine.client.json("GET", "/weight_info")
+    return paused["is_paused"], state_of_server["weight_version"]
 
 
 def test_an_update_without_one_sender_is_named_and_replaced(server):
@@ -207,10 +207,10 @@ def test_bytes_that_changed_under_way_are_an_error_that_names_them(server):
 def test_a_run_of_two_stages_beside_each_of_two_servers(tmp_path):
     """Each token of its records against the model that the run saved at the token's version."""
     (tmp_path / "long_task.py").write_text(TASK)
-    words = [word for word in WORDS.split() if word not in PARTIAL]
-    words += """--pipeline-model-parallel-size=2 --rollout-weight-transfer=gloo --max-response-length=24 --train-iters=3
-        --rollout-concurrency=16""".split()
-    status, output = run_beside_server(tmp_path, words, ranks=4, servers=2, more=STREAMED)
+    arguments = [word for word in WORDS.split() if word not in PARTIAL]
+    arguments += """--pipeline-model-parallel-size=2 --rollout-weight-transfer=gloo --max-response-length=24
+        --train-iters=3 --rollout-concurrency=16""".split()
+    status, output = run_beside_server(tmp_path, arguments, ranks=4, servers=2, more=STREAMED)
     assert status == 0, output
     assert check_tokens(tmp_path) == ({1, 2}, 0)
     assert not [*(tmp_path / "weights").rglob("*.safetensors")]
@@ -221,8 +221,8 @@ def test_a_run_goes_on_after_kill_9(tmp_path, killed):
     """The ranks are started again, meet the server again, and go on from the last checkpoint."""
     (tmp_path / "long_task.py").write_text(TASK)
     files = [f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints", "--save-interval=1"]
-    words = [*WORDS.split(), "--rollout-weight-transfer=gloo", "--max-response-length=100", *files]
-    status, output = run_beside_server(tmp_path, words, kills=[killed], more=STREAMED)
+    arguments = [*WORDS.split(), "--rollout-weight-transfer=gloo", "--max-response-length=100", *files]
+    status, output = run_beside_server(tmp_path, arguments, kills=[killed], more=STREAMED)
     assert status == 0, output
     lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

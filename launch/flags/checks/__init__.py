@@ -7,6 +7,7 @@ checks are no part of ``RunConfig``, because an export reads a checkpoint's sett
 
 from __future__ import annotations
 
+from megatron_rc.launch.flags.checks.distillation import check_teachers
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_files
 from megatron_rc.launch.flags.checks.layout import check_batches, check_layout, check_steps
@@ -43,3 +44,4 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_prompts(config, task)
     check_rewards(config, task, samples)
     check_advantages(config)
+    check_teachers(config, task)

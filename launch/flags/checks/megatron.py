@@ -55,10 +55,9 @@ REFUSED = {
 }
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 # Fields that change the function of the model, and that no Hugging Face architecture here has.
-_OF_THE_MODEL = frozenset(
+FIELDS_OF_THE_MODEL = frozenset(
     "attention_output_gate activation_func_clamp_value glu_linear_offset layernorm_zero_centered_gamma "
-    "moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate no_rope_freq qk_l2_norm rotary_interleaved "
-    "softmax_type".split()
+    "moe_apply_probs_on_input moe_latent_size qk_l2_norm softmax_type".split()
 )
 # Fields that fail without Transformer Engine's layers, and fields that fail on the CPU, when the model is built or run.
 _OF_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "use_te_activation_func")
@@ -95,7 +94,7 @@ def check_megatron(config: RunConfig) -> None:
 
 def model_flags(config: RunConfig) -> list[str]:
     """Return given flags that make the model a function that no Hugging Face architecture here has."""
-    return [field.as_flag(value) for field, value in _chosen(config) if field.name in _OF_THE_MODEL]
+    return [field.as_flag(value) for field, value in _chosen(config) if field.name in FIELDS_OF_THE_MODEL]
 
 
 def _chosen(config: RunConfig) -> Iterator[tuple[MegatronField, Any]]:

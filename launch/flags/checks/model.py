@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError, has_module, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 
 
 def check_model(config: RunConfig) -> None:
@@ -25,13 +26,20 @@ def check_model(config: RunConfig) -> None:
             "model's attention, which is not limited here: use shorter sequences"
         )
     # Latent attention rotates a width of its own.
-    if model.position_embedding_type == "rope" and config.latent is None:
+    if model.is_rotary and config.latent is None:
         rotated = int(layers.kv_channels * model.rotary_percent)
         if rotated < 2 or rotated % 2:
             raise ConfigurationError(
                 f"{config.typed('kv_channels', 'rotary_percent')} rotates {rotated} dimensions: rotary embeddings need "
                 "an even number"
             )
+    if model.layer_norms != "before":
+        _check_own_norms(config, "layer_norms")
+    if model.qk_norm_over != "head":
+        _check_own_norms(config, "qk_norm_over")
+    pattern = layers.no_rope_freq
+    if pattern is not None:
+        _check_layers_without_rope(config, number_or_pattern(pattern))
     if model.transformer_impl == "transformer_engine":
         require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
     if config.latent is not None:
@@ -40,12 +48,38 @@ def check_model(config: RunConfig) -> None:
         _check_hybrid(config)
 
 
+def _check_own_norms(config: RunConfig, name: str) -> None:
+    """Check a place or a width of norms that Megatron's own layers lack; RMSNorms of dense local layers have it."""
+    if config.model.transformer_impl != "local":
+        raise ConfigurationError(
+            f"{config.typed(name)} needs --transformer-impl local: this program has no such norms for Transformer "
+            "Engine's layers"
+        )
+    if config.transformer.normalization != "RMSNorm":
+        raise ConfigurationError(f"{config.typed(name)} needs --normalization RMSNorm")
+    for flag, section in (("--num-experts", config.experts), ("--multi-latent-attention", config.latent)):
+        if section is not None:
+            raise ConfigurationError(f"{config.typed(name)} does not go with {flag}: drop one of them")
+
+
+def _check_layers_without_rope(config: RunConfig, pattern: int | list[int]) -> None:
+    layers = config.transformer.num_layers
+    if isinstance(pattern, int):
+        if layers % pattern:
+            raise ConfigurationError(
+                f"{config.typed('no_rope_freq')} must divide {config.typed('num_layers')}: give a list of the layers"
+            )
+    elif len(pattern) != layers:
+        raise ConfigurationError(
+            f"{config.typed('no_rope_freq')} is of {len(pattern)} layers, but --num-layers is {layers}"
+        )
+
+
 def _check_latent_attention(config: RunConfig) -> None:
     if not config.launch.on_cpu:
         require("transformer_engine", "--multi-latent-attention on a GPU", "gpu")
-    for name in ("qk_l2_norm", "no_rope_freq"):
-        if config.megatron.given.get(name):
-            raise ConfigurationError(f"{config.typed(name)} does not go with --multi-latent-attention: drop it")
+    if config.megatron.given.get("qk_l2_norm"):
+        raise ConfigurationError(f"{config.typed('qk_l2_norm')} does not go with --multi-latent-attention: drop it")
     if config.model.position_embedding_type != "rope":
         raise ConfigurationError(
             f"{config.typed('position_embedding_type')} does not go with --multi-latent-attention: use rope"

@@ -39,7 +39,8 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     if family is None:
         raise ConfigurationError(
             "no Hugging Face architecture here has this combination of --normalization, --swiglu, "
-            "--position-embedding-type, --rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, "
+            "--position-embedding-type, --rotary-percent, --rotary-interleaved, --no-rope-freq, --layer-norms, "
+            "--disable-bias-linear, --add-qkv-bias, --attention-output-bias, --qk-layernorm, --qk-norm-over, "
             "--group-query-attention, --multi-latent-attention, --num-experts and the experts' router: use the flags "
             "of Llama (RMSNorm, --swiglu, rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of "
             "docs/models.md"
@@ -101,6 +102,8 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     elif family is None or not family.in_bridge:
         convertible = ", ".join(candidate.name for candidate in FAMILIES.values() if candidate.in_bridge)
         reason = f"converts {convertible}, not {family and family.name}: drop it"
+    elif config.model.attention_output_bias or (family.name == "llama" and config.transformer.add_bias_linear):
+        reason = "does not know the biases of the attention's output and of the MLP: drop it"
     elif family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
         reason = (
             "needs an output layer on the last stage, which a tied Llama does not have: use "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages.distillation import distillation_advantages
 from megatron_rc.advantages.estimators import GROUP_ESTIMATORS
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, discounted_returns, gae, outcome_rewards, remax, whiten
@@ -45,7 +46,9 @@ class Estimated:
     advantages: Tensor  # [n], or like the tokens; float32
     decided: Tensor  # [rows of the batch] bool: responses with an advantage other than 0
     returns: Tensor | None = None  # targets of a critic's values, like the tokens; None without a critic
-    kl: Tensor | None = None  # KL penalty in the rewards, like the tokens; None if there is none
+    # KL penalty in the rewards, or with ``distillation`` log π_old minus the teachers' mean log-prob, like the tokens;
+    # None if there is none.
+    kl: Tensor | None = None
 
 
 class Advantages:
@@ -53,6 +56,7 @@ class Advantages:
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.settings = config.advantages
+        self.teacher_weights = config.distillation and config.distillation.teacher_weights
         self.groups = groups
 
     def of(self, scores: Scores, accepted: Tensor | None = None, weights: Tensor | None = None) -> Estimated:
@@ -81,6 +85,8 @@ class Advantages:
 
         estimated = self._of_tokens(scores, kl, accepted, weights)
         advantages = estimated.advantages
+        if self.settings.needs_teachers:
+            kl = -advantages
         if self.settings.whitens:
             counted = local.response_mask if accepted is None else local.response_mask & accepted
             advantages = whiten(advantages, counted, layout=local.layout, groups=self.groups)
@@ -156,6 +162,10 @@ class Advantages:
             advantages = torch.where(mask, layout.expand(scores.cut.sides(row_advantages)), 0)
             return TokenAdvantages(advantages, returns=advantages)
 
+        if estimator == "distillation":
+            advantages = self._from_teachers(scores)
+            return TokenAdvantages(advantages, returns=advantages)
+
         rewards = self._token_rewards(scores)
         if kl is not None:
             rewards = rewards - self.settings.kl_in_reward * kl
@@ -175,6 +185,19 @@ class Advantages:
             lam=self.settings.gae_lambda,
             layout=layout,
             groups=self.groups,
+        )
+
+    def _from_teachers(self, scores: Scores) -> Tensor:
+        """Advantages of tokens from the teachers' log-probs, like the tokens; 0 at tokens with bad log-probs."""
+        local = scores.cut.local
+        of_teachers = _required(local.teacher_log_probs, "a teacher").movedim(-1, 0)
+        old = local.rollout_log_probs if scores.old is None else scores.old
+        weights = self.teacher_weights
+        return distillation_advantages(
+            of_teachers,
+            old,
+            local.response_mask & is_log_prob(old),
+            teacher_weights=None if weights is None else torch.tensor(weights, device=old.device),
         )
 
     def _with_token_baseline(
@@ -241,12 +264,17 @@ def _over_rollouts(batch: RolloutBatch, values: Tensor) -> Tensor:
 
 
 def summarize(
-    scores: Scores | None, estimated: Estimated | None, mini_batches: int, groups: ParallelGroups
+    scores: Scores | None,
+    estimated: Estimated | None,
+    mini_batches: int,
+    groups: ParallelGroups,
+    *,
+    kl_metric: str = "reward/kl",
 ) -> tuple[list[float], dict[str, float]]:
     """Summarize the advantages on the last stage (the others give None), and broadcast the result to all stages.
 
     Returns, equal on all ranks, for each mini-batch the share of its responses with an advantage other than 0, and
-    metrics of the whole batch.
+    metrics of the whole batch; ``kl_metric`` is the name of the mean KL.
 
     Collectives: one SUM of 2 · mini_batches + 2 doubles over ``dp_cp``, one broadcast of them over ``pp``.
     """
@@ -258,7 +286,7 @@ def summarize(
 
     decided, responses, (kl, tokens) = sums.split([mini_batches, mini_batches, 2])
     decided_shares = (decided / responses.clamp(min=1)).tolist()
-    metrics = {"reward/kl": float(kl / tokens)} if tokens else {}
+    metrics = {kl_metric: float(kl / tokens)} if tokens else {}
     return decided_shares, metrics
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.rollouts.routed_experts import NOT_NEEDED
+from megatron_rc.launch.rollouts.teacher_scores import TeacherScores
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.batches.packing import pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
@@ -46,6 +47,15 @@ class LocalTokens(MicroBatch):
     support_ids: Tensor | None = None
     support_counts: Tensor | None = None
     turn_rewards: Tensor | None = None  # parts of the rewards that came with earlier turns; None: there are none
+    # The teacher's last hidden states of all micro-batches, [micro-batches, s/cp, b, h], with sequence parallelism
+    # [..., s/cp/tp, b, h]; of one micro-batch without the first dimension.
+    teacher_hidden: Tensor | None = None
+    # Log-probs of the labels by each teacher, [..., teachers]; None if nothing needs them.
+    teacher_log_probs: Tensor | None = None
+    # A teacher's likeliest tokens at each label, in the form of the supports, and their log-probs.
+    teacher_top_ids: Tensor | None = None
+    teacher_top_counts: Tensor | None = None
+    teacher_top_log_probs: Tensor | None = None
     values: Tensor | None = None  # the critic's values before its steps on the rollout batch
     returns: Tensor | None = None  # targets of the values
 
@@ -54,7 +64,9 @@ class LocalTokens(MicroBatch):
         present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         advantages_are_per_token = self.advantages.shape == self.layout.shape
         of_sequences = _PER_SEQUENCE if advantages_are_per_token else (*_PER_SEQUENCE, "advantages")
-        slices = dict.fromkeys(of_sequences, cut.sequences) | {"support_ids": slice(*cut.support)}
+        slices: dict[str, Any] = dict.fromkeys(of_sequences, cut.sequences)
+        slices |= {"support_ids": slice(*cut.support), "teacher_hidden": cut.number}
+        slices |= dict.fromkeys(("teacher_top_ids", "teacher_top_log_probs"), slice(*cut.teacher_top))
         pieces: dict[str, Any] = {
             name: value[slices.get(name, cut.tokens)] for name, value in present.items() if isinstance(value, Tensor)
         }
@@ -68,7 +80,9 @@ class Cut:
     tokens: slice  # in the first dimension of the tokens
     sequences: slice
     layout: SequenceLayout
+    number: int  # of the micro-batch, over all mini-batches
     support: tuple[int, int] = (0, 0)  # begin and end in support_ids
+    teacher_top: tuple[int, int] = (0, 0)  # begin and end in teacher_top_ids
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,7 @@ class LocalBatch:
     """A rollout batch on this rank."""
 
     local: LocalTokens  # all tokens, in the order of the micro-batches
+    label_places: Tensor  # like the tokens, int64: each label's index in the flattened rollout batch; -1 for padding
     rows: Tensor  # [n] int64 on the tokens' device: each sequence's row of the rollout batch; -1 for padding
     mini_batch_ids: Tensor  # [n] int64 on the tokens' device: each sequence's mini-batch
     cuts: tuple[tuple[Cut, ...], ...]  # for each mini-batch its micro-batches, equally many on every data-parallel rank
@@ -104,14 +119,38 @@ def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) ->
 def _with_support_cuts(batch: LocalBatch) -> LocalBatch:
     """The batch with the part of the supports in each cut. One host synchronisation, if there are supports."""
     counts = batch.local.support_counts
-    if counts is None:
-        return batch
+    return batch if counts is None else _with_ranges(batch, "support", counts)
+
+
+def _with_ranges(batch: LocalBatch, name: str, counts: Tensor) -> LocalBatch:
+    """The batch with begin and end of each cut in a list of ids, of which each token has so many."""
     ends = offsets_of(counts.flatten(1).sum(1) if counts.dim() > 1 else counts).tolist()
-    cuts = tuple(
-        tuple(replace(cut, support=(ends[cut.tokens.start], ends[cut.tokens.stop])) for cut in mini_batch)
-        for mini_batch in batch.cuts
+
+    def with_range(cut: Cut) -> Cut:
+        ids_of_cut: Any = {name: (ends[cut.tokens.start], ends[cut.tokens.stop])}
+        return replace(cut, **ids_of_cut)
+
+    return replace(batch, cuts=tuple(tuple(map(with_range, mini_batch)) for mini_batch in batch.cuts))
+
+
+def with_teacher_scores(batch: LocalBatch, scores: TeacherScores) -> LocalBatch:
+    """The batch with a teacher's log-probs of the same rollout batch, at its sampled tokens.
+
+    One host synchronisation.
+    """
+    # A label is the token at the next place; -1 leaves a position without ids.
+    places = torch.where(batch.local.response_mask, batch.label_places + 1, -1)
+    top_ids, top_counts = take_support(scores.top_ids, scores.top_counts, places)
+    top_log_probs, _ = take_support(scores.top_log_probs, scores.top_counts, places)
+    log_probs = torch.where(places >= 0, scores.log_probs.flatten()[places.clamp(min=0)], 0)
+    local = replace(
+        batch.local,
+        teacher_log_probs=log_probs.unsqueeze(-1),
+        teacher_top_ids=top_ids,
+        teacher_top_counts=top_counts,
+        teacher_top_log_probs=top_log_probs,
     )
-    return replace(batch, cuts=cuts)
+    return _with_ranges(replace(batch, local=local), "teacher_top", top_counts)
 
 
 def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
@@ -128,8 +167,13 @@ def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
     )
     layouts = [layout_of_micro_batch] * (rows // rows_of_micro_batch)
     row_indices = torch.arange(rows, device=batch.tokens.device)
+
+    def take(values: Tensor, _: int) -> Tensor:
+        return layout.cut(values)
+
     return LocalBatch(
-        local=_local_tokens(batch, layout, row_indices, lambda values, _: layout.cut(values)),
+        local=_local_tokens(batch, layout, row_indices, take),
+        label_places=_label_places(batch, take),
         rows=row_indices,
         mini_batch_ids=row_indices // rows_of_mini_batch,
         cuts=_consecutive(layouts, [rows_of_mini_batch // rows_of_micro_batch] * num_mini_batches),
@@ -154,8 +198,7 @@ def _local_tokens(
     support_ids = None
     support_counts = None
     if support is not None:
-        label_indices = torch.arange(labels.numel(), device=labels.device).view_as(labels)
-        support_ids, support_counts = take_support(*support, take(label_indices, -1))
+        support_ids, support_counts = take_support(*support, _label_places(batch, take))
     return LocalTokens(
         train_log_probs=None,
         layout=layout,
@@ -174,6 +217,12 @@ def _local_tokens(
         advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )
+
+
+def _label_places(batch: RolloutBatch, take: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Each local label's index in the flattened rollout batch, -1 for padding; ``take`` as for the tokens."""
+    places = torch.arange(batch.tokens.numel(), device=batch.tokens.device)
+    return take(places.view_as(batch.tokens), -1)
 
 
 def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
@@ -195,8 +244,10 @@ def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
     rows = torch.tensor([row for micro_batch in micro_batches for row, _ in micro_batch])
     mini_batches = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
     num_sequences = torch.tensor([len(micro_batch) for micro_batch in micro_batches])
+    take = _taker(batch, layout, rows)
     return LocalBatch(
-        local=_local_tokens(batch, layout, rows.to(device), _taker(batch, layout, rows)),
+        local=_local_tokens(batch, layout, rows.to(device), take),
+        label_places=_label_places(batch, take),
         rows=rows.to(device),
         mini_batch_ids=torch.tensor(mini_batches).repeat_interleave(num_sequences).to(device),
         cuts=_consecutive(layouts, packing.num_micro_batches),
@@ -255,10 +306,11 @@ def _consecutive(layouts: Sequence[SequenceLayout], num_micro_batches: Sequence[
     cuts = []
     first_token = 0
     first_sequence = 0
-    for layout in layouts:
+    for number, layout in enumerate(layouts):
         end_of_tokens = first_token + layout.shape[0]
         end_of_sequences = first_sequence + layout.num_sequences
-        cuts.append(Cut(slice(first_token, end_of_tokens), slice(first_sequence, end_of_sequences), layout))
+        tokens = slice(first_token, end_of_tokens)
+        cuts.append(Cut(tokens, slice(first_sequence, end_of_sequences), layout, number))
         first_token = end_of_tokens
         first_sequence = end_of_sequences
     ends = list(accumulate(num_micro_batches))

@@ -9,22 +9,31 @@ from typing import Any
 
 from megatron_rc.launch.checkpoint_folders import iteration_folder
 from megatron_rc.launch.errors import flag
+from megatron_rc.launch.flags.saved_settings import settings_beside
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.checkpoints.contents import Kept
-from megatron_rc.launch.training.checkpoints.saved_settings import settings_beside
 
 _log = logging.getLogger("megatron_rc")
 
 # Sections that shape the model, with the flag that makes an optional one.
-_SHAPE = {"transformer": "", "latent": "--multi-latent-attention", "experts": "--num-experts", "model": ""}
+_SHAPE = {
+    "transformer": "",
+    "latent": "--multi-latent-attention",
+    "yarn": "--position-embedding-type yarn",
+    "experts": "--num-experts",
+    "model": "",
+}
 # Fields of these sections that the shapes of weights do not show, or not always.
 FUNCTION = frozenset(
-    "num_attention_heads num_query_groups normalization layernorm_epsilon rotary_base rotary_percent rope_scaling "
-    "rope_scaling_factor moe_router_topk moe_router_pre_softmax moe_router_score_function "
-    "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk rope_type rotary_scaling_factor "
-    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim qk_head_dim qk_pos_emb_head_dim "
-    "v_head_dim vocab_size".split()
+    "num_attention_heads num_query_groups normalization layernorm_epsilon layer_norms qk_norm_over "
+    "position_embedding_type rotary_base rotary_percent rotary_interleaved no_rope_freq rope_scaling "
+    "rope_scaling_factor rotary_seq_len_interpolation_factor yarn_rotary_scaling_factor "
+    "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale yarn_mscale_all_dim "
+    "yarn_attention_factor yarn_correction_range_round_to_int moe_router_topk moe_router_pre_softmax "
+    "moe_router_score_function moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk rope_type "
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim qk_head_dim "
+    "qk_pos_emb_head_dim v_head_dim vocab_size".split()
 )
 # Numbers that the optimizer takes from the checkpoint, and that its schedule does not compare.
 _OPTIMIZER_NUMBERS = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")

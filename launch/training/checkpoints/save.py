@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from megatron_rc.launch import checkpoint_folders as folders
 from megatron_rc.launch import phases
 from megatron_rc.launch.errors import RunError
+from megatron_rc.launch.flags.saved_settings import SETTINGS, settings_text
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.training.checkpoints.checksums import Checksums, checksums_of_rank, write_manifest
 from megatron_rc.launch.training.checkpoints.contents import CRITIC, PROGRESS, Kept
-from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.strategy import FORMAT, FORMAT_VERSION, ThreadedSaveStrategy, reason_of
 
 # A write that stands still ends the run so long after the time limit of a collective, which names the cause if it can.

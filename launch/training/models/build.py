@@ -21,8 +21,10 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
 from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
+from megatron_rc.launch.training.models.output_layers import use_norms_after, use_output_bias
 from megatron_rc.launch.training.models.packed_rope import use_gathered_angles
 from megatron_rc.launch.training.models.value_head import ValueHead
+from megatron_rc.launch.training.models.wide_norms import use_norms_over_all_heads
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.parallel.collectives import broadcast
 
@@ -40,11 +42,15 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
     # Each expert-parallel rank draws other experts; ``wrap_chunks`` makes the shared weights equal.
     torch.manual_seed(config.training.seed + parallel_state.get_expert_model_parallel_rank())
     is_tied = not (is_critic or config.model.untie_embeddings_and_output_weights)
+    transformer.qk_layernorm = config.transformer.qk_layernorm
     chunks = []
     for stage in range(virtual or 1):
         chunks.append(_build_chunk(config, transformer, stage if virtual else None, is_tied=is_tied))
         if is_critic and chunks[-1].post_process:
             chunks[-1].output_layer = ValueHead(transformer, config.training.seed)
+    if config.model.qk_norm_over == "all_heads":
+        # Megatron would add up the gradients of the norms' weights over the TP ranks, which have different weights.
+        transformer.qk_layernorm = False
     if not config.launch.on_cpu:
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -77,6 +83,7 @@ def _build_chunk(
         return Hybrid(config, _layer_spec(config, whole(transformer), None), **common)
     return GPTModel(
         transformer_layer_spec=_layer_spec(config, transformer, vp_stage),
+        seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
         rope_scaling=config.model.rope_scaling,
         rope_scaling_factor=config.model.rope_scaling_factor,
         **common,
@@ -198,9 +205,15 @@ def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int
         qk_l2_norm=transformer.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    if has_engine:
-        return block
+    if not has_engine:
+        for spec in block.layer_specs:
+            use_local_layers(spec.submodules, transformer)
+        block.layer_norm = LocalNorm
     for spec in block.layer_specs:
-        use_local_layers(spec.submodules, transformer)
-    block.layer_norm = LocalNorm
+        if config.model.attention_output_bias:
+            use_output_bias(spec.submodules)
+        if config.model.layer_norms != "before":
+            use_norms_after(spec.submodules, also_before=config.model.layer_norms == "around")
+        if config.model.qk_norm_over == "all_heads":
+            use_norms_over_all_heads(spec.submodules)
     return block

@@ -60,12 +60,13 @@ class Hybrid(HybridModel):  # type: ignore[misc]
         params = {"norm": block.layer_norm, "alike": common["config"].moe_layer_freq == 1}
         stack = ModuleSpec(Stack, params=params, submodules=HybridStackSubmodules(**halves))
         super().__init__(hybrid_stack_spec=stack, hybrid_layer_pattern=layer_pattern(run), **common)
-        if hasattr(self, "rotary_pos_emb"):
+        if run.yarn is None and hasattr(self, "rotary_pos_emb"):
             # HybridModel has no arguments for scaled or interleaved frequencies.
             self.rotary_pos_emb = RotaryEmbedding(
                 kv_channels=self.config.kv_channels,
                 rotary_percent=run.model.rotary_percent,
                 rotary_interleaved=self.config.rotary_interleaved,
+                seq_len_interpolation_factor=run.model.rotary_seq_len_interpolation_factor,
                 rotary_base=run.model.rotary_base,
                 rope_scaling=run.model.rope_scaling,
                 rope_scaling_factor=run.model.rope_scaling_factor,

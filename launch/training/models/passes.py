@@ -19,12 +19,14 @@ from megatron_rc.launch.training.models.local_layers import PackedTokens
 from megatron_rc.launch.training.models.output import processed
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 from megatron_rc.launch.training.models.timers import StepTimers
-from megatron_rc.parallel import ParallelGroups, log_prob_processor
+from megatron_rc.parallel import ParallelGroups, TeacherStates, TeacherTopK, log_prob_processor
 from megatron_rc.records.support import offsets_of
 
 Chunks = Sequence[torch.nn.Module]
 # Called on the last stage with (chunk, micro-batch, output).
 OutputFunction = Callable[..., Any]
+# Called with a micro-batch; None before the last stage.
+TeacherFunction = Callable[[LocalTokens], TeacherStates | TeacherTopK | None]
 
 
 class Scoring(NamedTuple):
@@ -32,6 +34,7 @@ class Scoring(NamedTuple):
 
     temperature: float | None = None  # of the distribution; None: the rollouts' temperature
     squares: bool = False  # Σπ² too
+    hidden_states: bool = False  # the last hidden states instead of all of these
 
 
 class Scored(NamedTuple):
@@ -59,12 +62,15 @@ class ModelPasses:
         scoring: Scoring | None = None,
         forward_only: bool = False,
         replay: RoutingReplay | None = None,
+        teacher: TeacherFunction | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over micro-batches; return the results of ``function``, none before the last stage.
 
         ``function`` is called with (chunk, micro-batch, output); it returns the loss, or any value in a forward-only
         pass. The output is the model's; with ``scoring`` it is (log-probs of the labels, entropies, and Σπ² if asked
-        for), like the tokens. ``replay``: experts that the model's routers take; None: routers choose.
+        for), like the tokens, or the last hidden states, [s/cp, b, h], with sequence parallelism [s/cp/tp, b, h].
+        ``replay``: experts that the model's routers take; None: routers choose. ``teacher``: function that returns a
+        micro-batch's teacher; the divergence from the teacher is then the last of the scores.
         """
         unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron
         schedule = get_forward_backward_func()
@@ -72,7 +78,7 @@ class ModelPasses:
         with none if replay is None else replay.in_pass(batch, cuts, forward_only=forward_only) as experts:
             micro_batches = list(zip((batch.local.piece(cut) for cut in cuts), experts, strict=True))
             collected = schedule(
-                forward_step_func=partial(self._forward_step, function, scoring, replay),
+                forward_step_func=partial(self._forward_step, function, scoring, replay, teacher),
                 data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
                 model=list(model),
                 num_microbatches=len(micro_batches),
@@ -103,11 +109,23 @@ class ModelPasses:
             outputs = self.run(model, batch, cuts, without_entropies, scoring=scoring, forward_only=True, replay=replay)
         return Scored(*map(torch.cat, zip(*outputs, strict=True))) if outputs else None
 
+    def hidden_states(self, model: Chunks, batch: LocalBatch) -> list[Tensor]:
+        """The last hidden states of each micro-batch, by a forward-only pass; see :meth:`run`."""
+
+        def of_micro_batch(_: Any, local: LocalTokens, hidden: Tensor, **more: Any) -> Tensor:
+            return hidden
+
+        cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
+        scoring = Scoring(hidden_states=True)
+        with torch.no_grad():
+            return self.run(model, batch, cuts, of_micro_batch, scoring=scoring, forward_only=True)
+
     def _forward_step(
         self,
         function: OutputFunction,
         scoring: Scoring | None,
         replay: RoutingReplay | None,
+        teacher: TeacherFunction | None,
         data_iterator: Iterator[tuple[LocalTokens, Tensor | None]],
         model: torch.nn.Module,
     ) -> tuple[Tensor, Any]:
@@ -126,15 +144,20 @@ class ModelPasses:
                 output = model(tokens, positions, None, **keep)
                 return output, partial(function, model, local)
             labels = {"labels": _rows(local.labels), "loss_mask": _rows(local.response_mask)}
-            found = processed(model, self._processor(scoring, local), tokens, positions, None, **labels, **keep)
-        if isinstance(found, Tensor):  # hidden states for the next stage
+            processor = self._processor(scoring, local, None if teacher is None else teacher(local))
+            found = processed(model, processor, tokens, positions, None, **labels, **keep)
+        if isinstance(found, Tensor):  # hidden states, for the next stage or of the last one
             return found, partial(function, model, local)
         found = tuple(values.reshape(local.layout.shape) for values in found)
         # The schedule wants one tensor, whose device it asks for.
         return found[0], lambda _, **more: function(model, local, found, **more)
 
-    def _processor(self, scoring: Scoring, local: LocalTokens) -> Callable[..., tuple[Tensor, ...]]:
+    def _processor(
+        self, scoring: Scoring, local: LocalTokens, teacher: TeacherStates | TeacherTopK | None
+    ) -> Callable[..., Any]:
         """The function from hidden states to the scores of a micro-batch, [b, s/cp] each."""
+        if scoring.hidden_states:
+            return _hidden_states
         rollouts = self.config.rollouts
         temperature = scoring.temperature
         ids = local.support_ids
@@ -149,7 +172,13 @@ class ModelPasses:
             support_offsets=None if counts is None else offsets_of(counts),
             support_is_sorted=True,  # by the collector
             entropy_over_support=rollouts.entropy_over_support,
+            teacher=teacher,
         )
+
+
+def _hidden_states(*, hidden_states: Tensor, **others: Any) -> Tensor:
+    """An ``output_processor`` that returns what it gets."""
+    return hidden_states
 
 
 def _rows(values: Tensor) -> Tensor:

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families.deepseek import DEEPSEEK_V3
-from megatron_rc.launch.weights.families.glm import GLM4_MOE, GLM4_MOE_LITE
+from megatron_rc.launch.weights.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megatron_rc.launch.weights.families.gpt2 import GPT2
 from megatron_rc.launch.weights.families.llama import LLAMA_FAMILIES
+from megatron_rc.launch.weights.families.olmo import OLMO2, OLMO3
+from megatron_rc.launch.weights.families.phi import PHI3
+from megatron_rc.launch.weights.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from megatron_rc.launch.weights.families.seed_oss import SEED_OSS
+from megatron_rc.launch.weights.families.smollm3 import SMOLLM3
 from megatron_rc.launch.weights.family import Family
 
-FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT2)}
+FAMILIES = {
+    family.name: family
+    for family in (
+        *LLAMA_FAMILIES,
+        PHI3,
+        SEED_OSS,
+        SMOLLM3,
+        OLMO2,
+        OLMO3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        DEEPSEEK_V3,
+        GLM4,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        GPT2,
+    )
+}
+# Other values of ``model_type`` for the layers of a family, whose name an export has.
+ALIASES = {"kimi_k2": DEEPSEEK_V3.name}
 
 
 def family_of(config: RunConfig) -> Family:

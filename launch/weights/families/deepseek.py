@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
 from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only, stated
-from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD
+from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD, USUAL_NORMS
 from megatron_rc.launch.weights.families.sigmoid_experts import EXPERT_LAYER, dense_first, sigmoid_experts
 from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
 from megatron_rc.launch.weights.rotary import LATENT_ROTARY
@@ -21,6 +21,10 @@ def _check_heads(file: File) -> Flags:
     groups = file.get("num_key_value_heads")
     if groups not in (None, heads):
         raise UnknownFeatureError(f"num_key_value_heads is {groups!r}, not the {heads} of num_attention_heads")
+    # transformers' other name of the rotated width.
+    rotated = file["qk_rope_head_dim"]
+    if file.get("head_dim") not in (None, rotated):
+        raise UnknownFeatureError(f"head_dim is {file['head_dim']!r}, not the {rotated} of qk_rope_head_dim")
     return {}
 
 
@@ -96,7 +100,9 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
             entry("v_head_dim", "v-head-dim"),
             LATENT_ROTARY,
             *experts,
+            always("disable-bias-linear", True),
             always("add-qkv-bias", False),
+            *USUAL_NORMS,
             always("qk-layernorm", True),
             always("sliding-window", None),
         ),

@@ -1,9 +1,10 @@
-"""Llama and its descendants: Mistral, Qwen2, Qwen3, and with experts Mixtral and Qwen3-MoE."""
+"""Llama and its descendants without experts, Mistral, Qwen2 and Qwen3; and Mixtral."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from megatron_rc.launch.weights.biases import BIASES_OF_ATTENTION, BIASES_OF_MLP, bias_row
 from megatron_rc.launch.weights.conversions import COLUMNS, QUERY_KEY_VALUE, VOCABULARY, WHOLE
 from megatron_rc.launch.weights.entries import (
     File,
@@ -28,6 +29,7 @@ def _full_attention(file: File) -> Flags:
     return {}
 
 
+_FULL_ATTENTION = Row(_full_attention)
 # Rows of decoders with a gated MLP and any attention.
 GATED: tuple[Row, ...] = (
     only("hidden_act", "silu"),
@@ -41,31 +43,34 @@ GATED: tuple[Row, ...] = (
     always("normalization", "RMSNorm"),
     always("swiglu", True),
     always("openai-gelu", False),
-    always("disable-bias-linear", True),
 )
+# Rows of layers whose input norms, positions and MLPs are as Llama's.
+USUAL_NORMS: tuple[Row, ...] = (lacks("layer-norms"), lacks("qk-norm-over"))
+ALL_ROTATED: tuple[Row, ...] = (lacks("no-rope-freq"),)
+HALVES_ROTATED: tuple[Row, ...] = (lacks("rotary-interleaved"),)
 _LLAMAS: tuple[Row, ...] = (
     *GATED,
-    only("mlp_bias", False),
     only("use_sliding_window", False),
-    Row(_full_attention),
     follows("group-query-attention", lambda file: True, lambda config: True),
     lacks("multi-latent-attention"),
 )
-# Rows of Qwen3-MoE and Mixtral: experts in all layers, a softmax router, no groups and no shared experts.
-_PLAIN_EXPERTS: tuple[Row, ...] = (
-    lacks("moe-layer-freq"),
-    lacks("moe-shared-expert-intermediate-size"),
+# Rows of experts with a softmax router without groups.
+SOFTMAX_ROUTER: tuple[Row, ...] = (
     lacks("moe-router-score-function"),
     lacks("moe-router-topk-scaling-factor"),
     lacks("moe-router-group-topk"),
     lacks("moe-router-enable-expert-bias"),
 )
-_DENSE: tuple[Row, ...] = (always("num-experts", None), entry("intermediate_size", "ffn-hidden-size"))
+NO_SHARED_EXPERTS: tuple[Row, ...] = (
+    lacks("moe-shared-expert-intermediate-size"),
+    lacks("moe-shared-expert-gate"),
+)
+DENSE: tuple[Row, ...] = (always("num-experts", None), entry("intermediate_size", "ffn-hidden-size"))
 ANY_LENGTH: tuple[Row, ...] = (always("sliding-window", None),)
 _NULL_IS_ANY_LENGTH = entry("sliding_window", "sliding-window", default=None)
 # Mistral's first models have a window of 4096 tokens, even if the file lacks the entry; later models have null.
 _MISTRALS = entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
-_CHOSEN = entry("num_experts_per_tok", "moe-router-topk")
+CHOSEN_EXPERTS = entry("num_experts_per_tok", "moe-router-topk")
 
 
 def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
@@ -85,30 +90,38 @@ def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
 
 
 _WHOLE_HEADS = rotary_row()
-_NO_BIAS: tuple[Row, ...] = (always("add-qkv-bias", False), only("attention_bias", False))
-_NO_NORMS: tuple[Row, ...] = (always("qk-layernorm", False),)
+NO_QK_NORMS: tuple[Row, ...] = (always("qk-layernorm", False),)
+_NO_BIAS = bias_row(qkv=False, unused=("attention_bias", "mlp_bias"))
 # Qwen2 always has this bias; it ignores attention_bias.
-_WITH_BIAS: tuple[Row, ...] = (always("add-qkv-bias", True), *_NO_NORMS)
-_WITH_NORMS: tuple[Row, ...] = (*_NO_BIAS, always("qk-layernorm", True))
+_QKV_BIAS = bias_row(qkv=True, unused=("mlp_bias",))
+_LLAMAS_BIAS = bias_row(qkv="attention_bias", output="attention_bias", mlp="mlp_bias")
+# Queries and keys with norms, as Qwen3's.
+QK_NORMS: tuple[Row, ...] = (
+    bias_row(qkv="attention_bias", output="attention_bias", unused=("mlp_bias",)),
+    always("qk-layernorm", True),
+)
 
 
-_GATED_ATTENTION = (
-    Rule(
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        ("model.layers.{layer}.input_layernorm.weight",),
-        WHOLE,
-    ),
+_LAYER = "model.layers.{layer}."
+INPUT_NORM = Rule(
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    (f"{_LAYER}input_layernorm.weight",),
+    WHOLE,
+)
+MLP_NORM = Rule(
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    (f"{_LAYER}post_attention_layernorm.weight",),
+    WHOLE,
+)
+NORM_RULES = (INPUT_NORM, MLP_NORM)
+OUTPUT_PROJECTION = Rule(("self_attention.linear_proj.weight",), (f"{_LAYER}self_attn.o_proj.weight",), COLUMNS)
+ATTENTION = (
     Rule(
         ("self_attention.linear_qkv.weight",),
-        tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
+        tuple(f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkv"),
         QUERY_KEY_VALUE,
     ),
-    Rule(("self_attention.linear_proj.weight",), ("model.layers.{layer}.self_attn.o_proj.weight",), COLUMNS),
-    Rule(
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        ("model.layers.{layer}.post_attention_layernorm.weight",),
-        WHOLE,
-    ),
+    OUTPUT_PROJECTION,
 )
 
 
@@ -116,13 +129,7 @@ GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.")
 EMBEDDING = (Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),)
 HEAD = (Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),)
 UNTIED_HEAD = (Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),)
-_QKV_BIAS = Rule(
-    ("self_attention.linear_qkv.bias",),
-    tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv"),
-    QUERY_KEY_VALUE,
-    holds=lambda config: config.transformer.add_qkv_bias,
-)
-_QK_NORMS = tuple(
+QK_NORM_RULES = tuple(
     Rule(
         (f"self_attention.{part}_layernorm.weight",),
         (f"model.layers.{{layer}}.self_attn.{part}_norm.weight",),
@@ -138,25 +145,30 @@ def gated_family(
     config_class: str,
     fields: tuple[Row, ...],
     rotary: Row = _WHOLE_HEADS,
-    attention: tuple[Row, ...] = (*_NO_BIAS, *_NO_NORMS),
+    attention: tuple[Row, ...] = (_NO_BIAS, *NO_QK_NORMS),
+    layout: tuple[Row, ...] = (*USUAL_NORMS, *ALL_ROTATED, *HALVES_ROTATED),
+    rules: tuple[Rule, ...] | None = None,
+    mlp_rules: tuple[Rule, ...] | None = None,
+    kinds: Row = _FULL_ATTENTION,
     default_groups: int | None = None,
     default_head_dim: int | None = None,
     **others: Any,
 ) -> Family:
     """Make a family with Llama's layers.
 
-    ``fields`` are the rows of the MLP or the experts, and further rows; ``attention`` has the rows for the bias of
-    queries, keys and values, and for the norms of queries and keys. If a file has no number of key heads or no width of
-    a head, the defaults hold; None: as many as attention heads, and hidden size / attention heads.
-    ``others`` are fields of :class:`Family`.
+    ``fields`` are the rows of the MLP or the experts, and further rows; ``attention`` has the rows for biases, and for
+    the norms of queries and keys; ``layout`` those for the place of norms and for rotated layers; ``kinds`` is the row
+    for the layers' kinds of attention. ``rules`` and ``mlp_rules`` replace Llama's rules of a layer and of its MLP. If
+    a file has no number of key heads or no width of a head, the defaults hold; None: as many as attention heads, and
+    hidden size / attention heads. ``others`` are fields of :class:`Family`.
     """
     return Family(
         name=name,
         config_class=config_class,
-        fields=(*_LLAMAS, *_heads(default_groups, default_head_dim), rotary, *attention, *fields),
+        fields=(*_LLAMAS, kinds, *_heads(default_groups, default_head_dim), rotary, *attention, *layout, *fields),
         embedding=EMBEDDING,
-        layer=(*_GATED_ATTENTION, _QKV_BIAS, *_QK_NORMS),
-        dense_layer=GATED_MLP,
+        layer=(*NORM_RULES, *ATTENTION, *BIASES_OF_ATTENTION, *QK_NORM_RULES) if rules is None else rules,
+        dense_layer=(*GATED_MLP, *BIASES_OF_MLP) if mlp_rules is None else mlp_rules,
         head=HEAD,
         untied_head=UNTIED_HEAD,
         **others,
@@ -168,51 +180,39 @@ def router(hugging_face: str) -> tuple[Rule, ...]:
     return (Rule(("mlp.router.weight",), (f"model.layers.{{layer}}.{hugging_face}.gate.weight",), WHOLE),)
 
 
-_LLAMA = gated_family("llama", "LlamaConfig", (*_DENSE, *ANY_LENGTH), in_bridge=True)
-_MISTRAL = gated_family("mistral", "MistralConfig", (*_DENSE, _MISTRALS), default_groups=8)
+_LLAMA = gated_family(
+    "llama", "LlamaConfig", (*DENSE, *ANY_LENGTH), attention=(_LLAMAS_BIAS, *NO_QK_NORMS), in_bridge=True
+)
+_MISTRAL = gated_family("mistral", "MistralConfig", (*DENSE, _MISTRALS), default_groups=8)
 _QWEN2 = gated_family(
-    "qwen2", "Qwen2Config", (*_DENSE, *ANY_LENGTH), default_groups=32, attention=_WITH_BIAS, in_bridge=True
+    "qwen2",
+    "Qwen2Config",
+    (*DENSE, *ANY_LENGTH),
+    default_groups=32,
+    attention=(_QKV_BIAS, *NO_QK_NORMS),
+    in_bridge=True,
 )
 _QWEN3 = gated_family(
     "qwen3",
     "Qwen3Config",
-    (*_DENSE, *ANY_LENGTH),
+    (*DENSE, *ANY_LENGTH),
     default_groups=32,
     default_head_dim=128,
-    attention=_WITH_NORMS,
+    attention=QK_NORMS,
     in_bridge=True,
-)
-_QWEN3_MOE = gated_family(
-    "qwen3_moe",
-    "Qwen3MoeConfig",
-    (
-        *ANY_LENGTH,
-        *_PLAIN_EXPERTS,
-        # Every layer must have experts.
-        only("decoder_sparse_step", 1),
-        only("mlp_only_layers", []),
-        entry("intermediate_size", "ffn-hidden-size"),
-        entry("moe_intermediate_size", "moe-ffn-hidden-size"),
-        entry("num_experts", "num-experts", other_name="num_local_experts"),
-        _CHOSEN,
-        # norm_topk_prob equals a softmax over the chosen experts alone.
-        entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
-    ),
-    default_groups=4,
-    attention=_WITH_NORMS,
-    expert_layer=router("mlp"),
-    expert_names=ExpertNames(),
 )
 _MIXTRAL = gated_family(
     "mixtral",
     "MixtralConfig",
     (
         _NULL_IS_ANY_LENGTH,
-        *_PLAIN_EXPERTS,
+        *SOFTMAX_ROUTER,
+        *NO_SHARED_EXPERTS,
+        lacks("moe-layer-freq"),
         only("router_jitter_noise", 0.0),
         entry("intermediate_size", "moe-ffn-hidden-size", other_flag="ffn-hidden-size"),
         entry("num_local_experts", "num-experts", other_name="num_experts"),
-        _CHOSEN,
+        CHOSEN_EXPERTS,
         always("moe-router-pre-softmax", False),
     ),
     rotary=rotary_row(1000000.0),
@@ -222,4 +222,4 @@ _MIXTRAL = gated_family(
 )
 
 # If a run fits several families, the first one is used.
-LLAMA_FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL)
+LLAMA_FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL)

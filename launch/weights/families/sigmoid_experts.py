@@ -13,6 +13,7 @@ from megatron_rc.launch.weights.entries import (
     UnknownFeatureError,
     always,
     entry,
+    lacks,
     only,
     stated,
     written,
@@ -132,6 +133,7 @@ def sigmoid_experts(*, dense_layers: Row, scaling: float, groups: int, chosen: i
         # Megatron computes the shared experts as one expert of their summed width.
         Row(_read_shared, _write_shared, _fits_shared),
         _groups(groups, chosen),
+        lacks("moe-shared-expert-gate"),
         always("moe-router-score-function", "sigmoid"),
         always("moe-router-enable-expert-bias", True),
         always("moe-router-pre-softmax", False),

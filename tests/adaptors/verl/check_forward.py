@@ -58,10 +58,10 @@ def of_verl(chunk):
         [torch.full((length,), TEMPERATURE) for length in LENGTHS], layout=torch.jagged
     )
     forward = get_mcore_engine_forward_fn(SimpleNamespace(architectures=["LlamaForCausalLM"]))
-    own = chunk.forward
+    forward_of_model = chunk.forward
     # verl passes a mask of padding, which causal attention of Transformer Engine does not read, but local layers do.
-    with forward_of(chunk, lambda **given: own(**given | {"attention_mask": None})):
-        found = forward(
+    with forward_of(chunk, lambda **options: forward_of_model(**options | {"attention_mask": None})):
+        outputs = forward(
             chunk,
             tokens,
             {},
@@ -69,7 +69,7 @@ def of_verl(chunk):
             logits_processor_args={"label": tokens, "temperature": temperatures},
             data_format="bshd",
         )
-    return torch.stack([found["log_probs"].values(), found["entropy"].values()])
+    return torch.stack([outputs["log_probs"].values(), outputs["entropy"].values()])
 
 
 def of_processor(chunk, fused):
@@ -81,32 +81,32 @@ def of_processor(chunk, fused):
     mask = positions < torch.tensor(LENGTHS).unsqueeze(1)
     processor = log_prob_processor(ParallelGroups.from_megatron().tp, fused=fused, temperature=TEMPERATURE)
     labels = tokens.roll(-1, dims=1)
-    found = processed(chunk, processor, tokens, positions, None, labels=labels, loss_mask=mask.float())
-    return torch.stack([values[mask] for values in found])
+    outputs = processed(chunk, processor, tokens, positions, None, labels=labels, loss_mask=mask.float())
+    return torch.stack([values[mask] for values in outputs])
 
 
 def results_of(call, chunk):
     """For log-probs and for entropies: their values, and the gradients of all weights."""
-    found = []
+    results = []
     for number, coefficients in enumerate(data()[1]):
         chunk.zero_grad()
         values = call(chunk)[number]
         (values * coefficients).sum().backward()  # Megatron's and verl's backward passes write over their inputs
-        found.append([values.detach(), *(parameter.grad.clone() for _, parameter in training_cases.named([chunk]))])
-    return found
+        results.append([values.detach(), *(parameter.grad.clone() for _, parameter in training_cases.named([chunk]))])
+    return results
 
 
-def compare(words, tied):
+def compare(arguments, tied):
     """The largest difference of values and gradients, for each way of the processor, of log-probs and of entropies."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True  # verl compiles one product, for which a machine may lack a compiler
-    chunk = build(words, tied)
+    chunk = build(arguments, tied)
     expected = results_of(of_verl, chunk)
     assert all(values.any() for results in expected for values in results)
     return [
         [
-            max(float((one - other).abs().max()) for one, other in zip(*pair, strict=True))
+            max(float((value - counterpart).abs().max()) for value, counterpart in zip(*pair, strict=True))
             for pair in zip(results_of(partial(of_processor, fused=fused), chunk), expected, strict=True)
         ]
         for fused in (True, False)
@@ -116,7 +116,7 @@ def compare(words, tied):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True)], ids=str)
 def test_the_processor_finds_the_values_and_gradients_of_verls_forward(ranks, tmp_path, layout, tied):
-    for found in ranks.run(compare, layout, words_of(tmp_path, layout, tied), tied):
-        for log_probs, entropies in found:
+    for differences in ranks.run(compare, layout, words_of(tmp_path, layout, tied), tied):
+        for log_probs, entropies in differences:
             assert log_probs < OF_FLOAT32
             assert entropies < 1e-12

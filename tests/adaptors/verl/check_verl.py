@@ -60,10 +60,10 @@ def test_the_command_finds_equality_whole_and_on_shards(capsys):
 
 def test_the_command_sees_a_verl_that_bounds_weights_otherwise(monkeypatch, capsys):
     """As a later verl might."""
-    own = rollout_corr_helper.compute_rollout_correction_and_add_to_batch
+    compute_of_verl = rollout_corr_helper.compute_rollout_correction_and_add_to_batch
 
     def other(data, settings):
-        data, metrics = own(data, settings)
+        data, metrics = compute_of_verl(data, settings)
         weights = data.batch.get("rollout_is_weights", None)
         if weights is not None:
             data.batch["rollout_is_weights"] = weights.clamp(max=1.2)
@@ -77,14 +77,14 @@ def test_the_command_sees_a_verl_that_bounds_weights_otherwise(monkeypatch, caps
 
 
 def actor(mode, loss_mode, settings=None, **bounds):
-    given = {"loss_mode": loss_mode} | ({} if settings is None else {"rollout_correction": settings})
+    policy_loss = {"loss_mode": loss_mode} | ({} if settings is None else {"rollout_correction": settings})
     return ActorConfig(
         strategy="fsdp",
         rollout_n=4,
         ppo_micro_batch_size_per_gpu=ROWS,
         loss_agg_mode=mode,
         **{"clip_ratio_low": 0.1, "clip_ratio_high": 0.2} | bounds,
-        policy_loss=PolicyLossConfig(**given),
+        policy_loss=PolicyLossConfig(**policy_loss),
     )
 
 
@@ -119,8 +119,8 @@ def test_workers_get_the_loss_of_verls_vanilla(mode):
     old, rollout, new, advantages, mask = batch(1)
     config = RolloutCorrectionConfig.decoupled_token_is(threshold=1.3)
     core_algos.register_policy_loss("rollout_correction")(VerlCorrection(config).policy_loss)
-    given, _ = VerlCorrection(config).add_to_batch(proto(old, rollout, mask))
-    weights = given.batch["rollout_is_weights"]
+    batch_of_driver, _ = VerlCorrection(config).add_to_batch(proto(old, rollout, mask))
+    weights = batch_of_driver.batch["rollout_is_weights"]
     tensors = (old, new, advantages, mask, weights)
     loss, gradient, metrics = worker_loss(actor(mode, "rollout_correction"), *tensors)
     their_loss, their_gradient, their_metrics = worker_loss(actor(mode, "vanilla"), *tensors)
@@ -128,7 +128,7 @@ def test_workers_get_the_loss_of_verls_vanilla(mode):
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-7)
     assert gradient.norm() > 1e-3
     for name in ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"):
-        got, want = (float(one[name].aggregate()) for one in (metrics, their_metrics))
+        got, want = (float(metrics_of_side[name].aggregate()) for metrics_of_side in (metrics, their_metrics))
         assert got == pytest.approx(want, rel=1e-4, abs=1e-6), name
 
 
@@ -143,25 +143,25 @@ TRUST_REGIONS = {
 
 @pytest.mark.parametrize("name", TRUST_REGIONS)
 def test_workers_get_the_loss_of_verls_trust_regions(name):
-    algorithm, given, counts_alike = TRUST_REGIONS[name]
+    algorithm, settings, counts_alike = TRUST_REGIONS[name]
     correction = VerlCorrection(RolloutCorrectionConfig.disabled(), algorithm=algorithm)
     core_algos.register_policy_loss("rollout_correction")(correction.policy_loss)
     for seed in range(5):
         old, _, new, advantages, mask = batch(seed, torch.float64)
         new[0, :2], old[0, 1:3] = 0.0, 0.0
         # SAPO and GMPO are averaged like this whatever verl is told, and GMPO over the rows at hand.
-        found = [
-            worker_loss(actor("seq-mean-token-mean", mode, **given), old, new, advantages, mask, None)
+        outcomes = [
+            worker_loss(actor("seq-mean-token-mean", mode, **settings), old, new, advantages, mask, None)
             for mode in ("rollout_correction", name)
         ]
-        for got, want in zip(found[0][:2], found[1][:2], strict=True):
+        for got, want in zip(outcomes[0][:2], outcomes[1][:2], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
-        assert found[0][1].norm() > 1e-3
-        shares = [float(one[2]["actor/pg_clipfrac"].aggregate()) for one in found]
+        assert outcomes[0][1].norm() > 1e-3
+        shares = [float(outcome[2]["actor/pg_clipfrac"].aggregate()) for outcome in outcomes]
         if counts_alike:
             assert shares[0] == pytest.approx(shares[1], abs=1e-6)
             assert (shares[0] > 0) == name.startswith("dppo")
-            lower = [float(one[2]["actor/pg_clipfrac_lower"].aggregate()) for one in found]
+            lower = [float(outcome[2]["actor/pg_clipfrac_lower"].aggregate()) for outcome in outcomes]
             assert lower[0] == pytest.approx(lower[1], abs=1e-6)
         else:
             assert shares[0] > 0
@@ -189,13 +189,13 @@ def test_workers_get_the_loss_of_verls_bypass_mode(settings, loss_type, monkeypa
 def test_kl_penalties_are_those_that_the_page_says(cells):
     reference, _, current, *_ = batch(0)
     for name, estimator in itertools.product(quoted(cells[0]), quoted(cells[1])):
-        found = []
+        names = []
         for penalty in (core_algos.kl_penalty, kl_penalty):
             theta = current.clone().requires_grad_()
             value = penalty(theta, reference, name if penalty is not kl_penalty else estimator)
             value.sum().backward()
-            found.append((value.detach(), theta.grad))
-        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+            names.append((value.detach(), theta.grad))
+        torch.testing.assert_close(names[1], names[0], rtol=1e-5, atol=1e-6)
 
 
 def readme_module():
@@ -252,7 +252,7 @@ def test_what_verl_saves_becomes_a_record_of_the_doctor(tmp_path, monkeypatch, m
     uid = [f"prompt {row // 4}" for row in range(ROWS)]
     DataProto.from_dict(tensors, non_tensors={"uid": uid}).save_to_disk("batch.pkl")
     page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
-    (block,) = [one for one in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S) if "verl" in one]
+    (block,) = [code for code in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S) if "verl" in code]
     exec(compile(block, "docs/rollouts.md", "exec"), {})
     assert main(["batch.pkl"]) == UNUSABLE
     evidence = read_evidence(tmp_path / "step_12.safetensors")
@@ -265,15 +265,15 @@ def test_the_nested_tensors_of_verls_default_trainer_are_records():
     old, rollout, _, _, mask = batch(3)
     padded = columns(old, rollout, mask)
     uid = [f"prompt {row // 4}" for row in range(ROWS)]
-    each = []
+    rows_of_column = []
     for row in range(ROWS):
-        kept = padded["attention_mask"][row] != 0
-        fields = {name: value[row][kept[4:]] for name, value in padded.items() if value.shape[1] == WIDTH}
-        each.append({"prompts": padded["prompts"][row][kept[:4]], "uid": uid[row], **fields})
-    data = tensordict_utils.list_of_dict_to_tensordict(each)
+        is_token = padded["attention_mask"][row] != 0
+        fields = {name: value[row][is_token[4:]] for name, value in padded.items() if value.shape[1] == WIDTH}
+        rows_of_column.append({"prompts": padded["prompts"][row][is_token[:4]], "uid": uid[row], **fields})
+    data = tensordict_utils.list_of_dict_to_tensordict(rows_of_column)
     assert data["prompts"].is_nested
     sampling = SamplingParams()
-    found = from_verl(data, {"uid": data["uid"].tolist()}, sampling=sampling)
+    records = from_verl(data, {"uid": data["uid"].tolist()}, sampling=sampling)
     expected = from_verl(padded, {"uid": uid}, sampling=sampling)
     for name in ("tokens", "response_mask", "rollout_log_probs", "old_log_probs", "group_ids", "rewards"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0)
+        torch.testing.assert_close(getattr(records, name), getattr(expected, name), rtol=0, atol=0)

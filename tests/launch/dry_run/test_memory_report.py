@@ -14,7 +14,7 @@ CRITIC = ["--advantage-estimator=gae"]
 
 def needs(large, stage=0):
     """A rank whose one part is of 3 GiB, and the others of half a GiB together."""
-    parts = {name: (3 * GIB if name == large else GIB // 16) for name in KINDS}
+    parts = {name: (3 * GIB if name == large else GIB // 2 // len(KINDS)) for name in KINDS}
     return StageMemory(stage=stage, parameters=1, in_flight=1, **parts)
 
 
@@ -27,6 +27,7 @@ def needs(large, stage=0):
         ("reference", [], f"give --grpo-kl-beta 0, or {SPLIT}"),
         ("critic", CRITIC, f"give --critic-offload, use an --advantage-estimator that needs none, or {SPLIT}"),
         ("critic", [*CRITIC, "--critic-offload"], f"use an --advantage-estimator that needs none, or {SPLIT}"),
+        ("teacher", [], f"use a smaller teacher, --teacher-url, or {SPLIT}"),
         ("batch", [], "lower --grpo-prompts-per-step"),
         ("activations", [], "lower --micro-batch-size, or give --recompute-granularity full"),
         ("activations", FULL, "lower --micro-batch-size, or raise --context-parallel-size"),
@@ -38,7 +39,7 @@ def test_the_largest_part_is_named_with_what_makes_it_smaller(tmp_path, part, mo
     check_fit(config, [needs("nothing"), needs(part, stage=1)], None, 4.0)
     with pytest.raises(ConfigurationError) as error:
         check_fit(config, [needs("nothing"), needs(part, stage=1)], None, 3.0)
-    words = {"batch": "the rollout batch", "critic": "the critic's"}.get(part, part)
+    words = {"batch": "the rollout batch", "critic": "the critic's", "teacher": "the teacher's"}.get(part, part)
     said = f"--device-memory-gib 3 is less than the 3.4 GiB of a rank of stage 1, of which 3.0 are {words}: {remedy}"
     assert str(error.value) == said
 

@@ -228,21 +228,6 @@ def test_a_launch_files_template_needs_a_tokenizer_that_has_one(tmp_path, file, 
             check(tmp_path, *words, "--apply-chat-template")
 
 
-def test_the_launching_pages_command_works(tmp_path, monkeypatch):
-    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^python .*--prompt-data(?:.*\\\n)+.*$", text, flags=re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
-    for name in ("train", "test"):
-        write(tmp_path / f"{name}.jsonl", [{"question": "3 + 9 = ", "answer": 12}] * 3)
-    lines = [word.removeprefix("--").replace("=", ": ", 1) for word in BASE if "=" in word]
-    lines = [line for line in lines if not line.startswith("seq-length")]
-    switches = [f"{word.removeprefix('--')}: true" for word in BASE if "=" not in word]
-    (tmp_path / "my_run.yaml").write_text("\n".join([*lines, *switches, "seq-length: 128\n"]))
-    config, task = configure(shlex.split(command.replace("\\\n", ""))[3:], 1)
-    assert config.data.prompt_data == ("train.jsonl",)
-    assert (task.problems(0, 1)[0].label, config.evaluation.eval_problems) == (12, 3)
-
-
 def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
     """Its rows, launch file and command, as written; the model and the other files are made here."""
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")

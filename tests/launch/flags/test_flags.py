@@ -104,7 +104,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, words, missin
 # The model, flags, and parts of the sentence.
 WITHOUT_ARCHITECTURE = [
     (GPT2, "--num-experts=4", "--num-experts | docs/models.md"),
-    (LLAMA, "--no-rope-freq=2", "--no-rope-freq 2 | --load-rollouts"),
+    (LLAMA, "--qk-l2-norm", "--qk-l2-norm | --load-rollouts"),
 ]
 
 

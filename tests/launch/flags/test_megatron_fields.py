@@ -80,7 +80,6 @@ GIVEN = {
     "--cross-entropy-loss-fusion --cross-entropy-fusion-impl=te": {"cross_entropy_fusion_impl": "te"},
     "--recompute-granularity=selective --recompute-modules core_attn mlp": {"recompute_modules": ["core_attn", "mlp"]},
     "--disable-clone-scatter-output-in-embedding": {"clone_scatter_output_in_embedding": False},
-    "--no-rope-freq=[0]*3+[1]": {"no_rope_freq": [0, 0, 0, 1]},
     "--fp16 --initial-loss-scale=65536 --hysteresis=1": {"initial_loss_scale": 65536.0, "hysteresis": 1},
 }
 

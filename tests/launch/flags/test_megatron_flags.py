@@ -62,7 +62,7 @@ MEGATRON = {
     (expert_layers, "1"): "moe-layer-freq",
     (None, True): "check-for-nan-in-loss-and-grad",
 }
-# docs/flags.md says so, with the reason.
+# docs/launching.md says so, with the reason.
 DIFFERENT = {
     "attention-dropout": 0.0,
     "hidden-dropout": 0.0,

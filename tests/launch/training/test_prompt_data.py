@@ -6,10 +6,10 @@ import re
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.saved_settings import SETTINGS
 from megatron_rc.launch.rewards.rules import Source
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
-from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.tasks.test_text import tokenizer_folder
 from tests.support.ranks import Layout

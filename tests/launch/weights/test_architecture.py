@@ -48,22 +48,47 @@ OLDER_LLAMA3 = {"rope_parameters": None, "rope_scaling": LLAMA3 | {"original_max
 OTHERWISE = [
     ("llama", {"model_type": "mamba"}, r"model_type 'mamba' .* deepseek_v3, .*glm4_moe_lite, .* \(docs/models\.md\)"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
-    ("llama", {"attention_bias": True}, "attention_bias is True, not False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias is True, but the attention has not all biases"),
+    ("llama", {"attention_bias": "yes"}, "attention_bias is 'yes', not true or false"),
+    ("mistral", {"attention_bias": True}, "attention_bias is True, not False"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias is True, not False"),
     ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}, r"high_freq_factor .* is 2\.0, not 4"),
     ("llama", OLDER_LLAMA3, "original_max_position_embeddings of llama3's rotary embeddings is 4096, not 8192"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rotary embeddings of type 'yarn'"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "rotary embeddings of type 'longrope'",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters has 'full_attention'",
+    ),
+    ("llama", {"rope_parameters": YARN | {"beta_fast": "32"}}, "beta_fast is '32', not a number"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is None, not a number"),
+    ("glm4_moe", {"rope_parameters": YARN}, r"yarn's rotary embeddings have partial_rotary_factor 0\.5"),
     ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, not 1\.0"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*'fp8'.*, not None"),
     ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention', not"),
     ("llama", {"hidden_size": "32", "head_dim": 8}, "hidden_size is '32'"),
     ("llama", {"num_attention_heads": 0, "head_dim": None}, "has an entry of the wrong type"),
-    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "type 'linear'"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2}}, "type 'su'"),
     ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
     ("llama", {"num_hidden_layers": ...}, "lacks 'num_hidden_layers'"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, not 1"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], not \[\]"),
+    ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rotary embeddings of type 'longrope'"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, not one for each of 4 layers"),
+    ("smollm3", {"use_sliding_window": True}, "use_sliding_window is True, not False"),
+    ("olmo3", {"layer_types": ["full_attention"] * 4}, "layer_types is .*, not full attention in every fourth layer"),
+    ("olmo3", {"rope_scaling": YARN}, "rope_scaling changes the rotary embeddings of the layers with full attention"),
+    ("olmo3", {"rope_parameters": ..., "rope_theta": 1e4}, r"full_attention are .*10000\.0\}, those of sliding_att"),
+    ("glm4", {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}}, "rotary embeddings of type 'yarn'"),
+    ("qwen3_moe", {"decoder_sparse_step": 5}, "no layer has experts, with decoder_sparse_step 5"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, r"no layer has experts, .* mlp_only_layers \[0, 1, 2, 3\]"),
     ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise is 0\.1, not 0\.0"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, not the 4 of num_attention_heads"),
+    ("deepseek_v3", {"head_dim": 2}, "head_dim is 2, not the 4 of qk_rope_head_dim"),
+    ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is None, not True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True, not False"),
     ("deepseek_v3", {"first_k_dense_replace": 4}, r"first_k_dense_replace is 4, not in \[0, 3\]"),
     ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is None"),
     ("deepseek_v3", {"topk_group": 1}, "topk_group is 1, not half of num_experts_per_tok 4"),
@@ -86,9 +111,9 @@ def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("llama", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-        ("qwen3", {"rope_parameters": YARN}),
-        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
+        ("qwen3", {"partial_rotary_factor": 0.5}),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 4}),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}),
     ],
 )
@@ -183,7 +208,7 @@ def test_what_a_file_lacks_is_what_transformers_takes(family):
     assert compared >= ({"n_inner"} if family.name == "gpt2" else {"num_key_value_heads", "rope_parameters"})
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt2")])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("gpt2", "olmo3"))])
 def test_both_forms_of_a_config_are_the_same_flags(folders, tmp_path, name):
     """Before transformers 5 there were ``rope_theta`` and ``rope_scaling``."""
     parameters = dict(MODELS[name].rope_parameters)
@@ -206,6 +231,33 @@ def test_what_is_read_is_what_is_written(folders, tmp_path, name):
     apart |= {"scoring_func", "topk_method", "moe_layer_freq"}  # published, but not known to transformers
     for key in (wanted.keys() | written.keys()) - apart:
         assert written.get(key) == wanted.get(key), key
+
+
+def test_kimi_k2_is_read_as_deepseeks_layers(folders, tmp_path):
+    """With Kimi's own entries; transformers does not know its name."""
+    yarn = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    yarn |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    entries = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "model_type": "kimi_k2",
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "pretraining_tp": 1,
+        "rope_parameters": ...,
+        "rope_scaling": yarn,
+        "rope_theta": 50000.0,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    }
+    config = run_config(words_of(changed(folders["deepseek_v3"], tmp_path, entries), Layout()))
+    written = find_family(config).hugging_face_config(config)
+    assert written.model_type == "deepseek_v3"
+    assert written.rope_parameters.items() >= (yarn | {"rope_type": yarn.pop("type"), "rope_theta": 50000.0}).items()
 
 
 def test_a_window_of_attention_is_carried_and_kept_to(folders, tmp_path):

@@ -14,10 +14,15 @@ from megatron_rc.launch.weights.family import Family
 from tests.support.paths import ROOT
 from tests.support.recorded_training import COMMON, flags, run_config
 
-SIZES = """--from-scratch --num-layers=2 --hidden-size=32 --num-attention-heads=4 --num-query-groups=2
+SIZES = """--from-scratch --num-layers=4 --hidden-size=32 --num-attention-heads=4 --num-query-groups=2
 --moe-ffn-hidden-size=8""".split()
 TABLE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([^|]+) \| `(\w+)` \|[^|]*\| ([^|]*--[^|]+) \|$", TABLE, re.MULTILINE)
+
+
+# How the text of a row begins, and the row that it builds on.
+BASES = {"Qwen3's": "Qwen3", "Qwen2's": "Qwen2, Qwen2.5", "Llama's": "Llama 1 to 3"}
+BASES["DeepSeek"] = "DeepSeek-V3, Moonlight, Kimi-K2"
 
 
 def test_every_family_stands_under_its_name_and_in_the_documents():
@@ -51,7 +56,7 @@ def test_what_is_never_written_is_the_default_of_transformers(family):
 def words_of_row(words):
     """The flags of a row of docs/models.md, with those of the row that it builds on."""
     found = re.findall("`(--[^`]+)`", words)[0].split()
-    for base, model in (("Qwen3's", "Qwen3"), ("Llama's", "Llama 1 to 3"), ("DeepSeek", "DeepSeek-V3, Moonlight")):
+    for base, model in BASES.items():
         if words.startswith(base):
             found = [*words_of_row({name: rest for name, _, rest in ROWS}[model]), *found]
     return found
@@ -71,7 +76,7 @@ def test_the_flags_in_the_documents_are_the_family(tmp_path, model, name, words)
 @pytest.mark.parametrize("dtype", ["", "--moe-router-dtype=fp32"])
 def test_vllm_is_told_the_dtype_of_deepseeks_router(tmp_path, dtype):
     """It reads it from the model's ``config.json``; transformers has no such entry, and keeps it."""
-    given = words_of_row({name: rest for name, _, rest in ROWS}["DeepSeek-V3, Moonlight"])
+    given = words_of_row({name: rest for name, _, rest in ROWS}[BASES["DeepSeek"]])
     sizes = [word for word in SIZES if "groups" not in word]
     config = run_config([*sizes, *given, *COMMON, *dtype.split(), f"--runs-dir={tmp_path}"])
     written = FAMILIES["deepseek_v3"].hugging_face_config(config).to_dict()

@@ -21,10 +21,16 @@ DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2",
 SPREAD = (Layout(dp=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=2), Layout(pp=2, dp=2, ep=2))
 CASES = [(name, Layout(tp=2, sp=True)) for name in DENSE]
 CASES += [(name, Layout(pp=2, vpp=True)) for name in ("llama", "llama-untied", "qwen3", "gpt2")]
-CASES += [("llama", Layout()), ("gpt2-gelu", Layout())]
+CASES += [("llama", Layout()), ("llama-dynamic", Layout()), ("gpt2-gelu", Layout())]
+BOTH = Layout(tp=2, sp=True, pp=2)
+CASES += [(name, BOTH) for name in ("llama-biases", "llama-yarn", "qwen3-biases")]
+CASES += [(name, BOTH) for name in ("phi3", "seed_oss", "smollm3", "olmo2", "olmo3", "glm4")]
 CASES += [("qwen3_moe", layout) for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2), *SPREAD)]
 CASES += [
     ("qwen3_moe-unnormalised", Layout(dp=2, ep=2)),
+    ("qwen3_moe-dense_layers", Layout(pp=2)),
+    ("qwen2_moe", Layout(tp=2, sp=True)),
+    ("qwen2_moe", Layout(pp=2, dp=2, ep=2)),
     ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2)),
     ("mixtral", Layout(pp=2)),
     ("deepseek_v3", Layout()),

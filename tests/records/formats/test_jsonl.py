@@ -16,8 +16,8 @@ from tests.support.records import batches, changed, cut, example, identical, kno
 @settings(max_examples=25, deadline=None)
 @given(batch=batches())
 def test_lines_keep_what_a_record_says(batch):
-    (found,) = from_json_lines(to_json_lines(batch), batch_size=10)
-    assert identical(found, cut(known(batch)))
+    (read_batch,) = from_json_lines(to_json_lines(batch), batch_size=10)
+    assert identical(read_batch, cut(known(batch)))
 
 
 def test_lines_are_plain_json():
@@ -40,12 +40,12 @@ def test_lines_are_plain_json():
 def test_files_of_lines_are_read_batch_by_batch(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     batch = example()
-    other = dataclasses.replace(example(False), sampling=SamplingParams())
-    assert write_jsonl((part for part in (batch, other)), path) == 6
-    found = list(read_jsonl(path, batch_size=2))
-    assert [part.sample_ids.tolist() for part in found] == [[7, 5], [9], [7, 5], [9]]
-    assert [part.sampling.temperature for part in found] == [0.5, 0.5, 1.0, 1.0]
-    assert identical(RolloutBatch.concatenate(found[:2]), known(batch))
+    untruncated = dataclasses.replace(example(False), sampling=SamplingParams())
+    assert write_jsonl((part for part in (batch, untruncated)), path) == 6
+    read_batches = list(read_jsonl(path, batch_size=2))
+    assert [part.sample_ids.tolist() for part in read_batches] == [[7, 5], [9], [7, 5], [9]]
+    assert [part.sampling.temperature for part in read_batches] == [0.5, 0.5, 1.0, 1.0]
+    assert identical(RolloutBatch.concatenate(read_batches[:2]), known(batch))
     path.write_text(path.read_text().rstrip("\n"))  # the last line may lack its end
     assert sum(part.num_sequences for part in read_jsonl(path, batch_size=64)) == 6
 
@@ -115,8 +115,8 @@ def test_lines_say_null_of_tokens_that_the_trainer_did_not_score():
     batch = dataclasses.replace(example(), old_log_probs=torch.where(example().tokens == 25, torch.nan, -0.5))
     lines = list(to_json_lines(batch))
     assert json.loads(lines[1])["old_log_probs"] == [None, None, -0.5, None]
-    (found,) = from_json_lines(lines, batch_size=3)
-    assert found.old_log_probs[1, :4].isnan().tolist() == [False, False, False, True]
+    (read_batch,) = from_json_lines(lines, batch_size=3)
+    assert read_batch.old_log_probs[1, :4].isnan().tolist() == [False, False, False, True]
     bad = record(old_log_probs=[None, None, "x", None, None, -0.5])
     with pytest.raises(ValueError, match="line 1: old_log_probs has 'x' at token 2"):
         list(from_json_lines([bad], batch_size=1))
@@ -126,8 +126,8 @@ def test_lines_have_the_rewards_of_turns():
     batch = dataclasses.replace(example(), turn_rewards=torch.where(example().tokens == 25, 0.5, 0.0))
     lines = list(to_json_lines(batch))
     assert json.loads(lines[1])["turn_rewards"] == [None, None, 0.0, 0.5]
-    (found,) = from_json_lines(lines, batch_size=3)
+    (read_batch,) = from_json_lines(lines, batch_size=3)
     mask = batch.response_mask
-    assert torch.equal(found.turn_rewards[mask], batch.turn_rewards[mask])
+    assert torch.equal(read_batch.turn_rewards[mask], batch.turn_rewards[mask])
     with pytest.raises(ValueError, match="line 1: turn_rewards has None at token 2"):
         list(from_json_lines([record(turn_rewards=[None, None, None, None, None, 0.5])], batch_size=1))

@@ -71,10 +71,10 @@ def test_message_logs_say_the_same():
     fields = nemo_example()
     logs = {"message_log": messages(), "loss_multiplier": fields["sample_mask"]}
     logs |= {name: fields[name] for name in ("total_reward", "truncated")}
-    found = from_nemo_rl(logs, sampling=HALF, policy_version=6)
+    batch = from_nemo_rl(logs, sampling=HALF, policy_version=6)
     expected = from_nemo_rl(fields, sampling=HALF, policy_version=6)
     columns = {name: getattr(expected, name)[:, :6] for name in FIELDS[:4]}
-    assert identical(found, dataclasses.replace(expected, **columns, old_log_probs=None))
+    assert identical(batch, dataclasses.replace(expected, **columns, old_log_probs=None))
 
 
 def test_masks_of_messages_come_before_roles():
@@ -95,19 +95,19 @@ def test_logged_lines_are_read():
     names = {"input_ids": "token_ids", "token_mask": "token_loss_mask", "sample_mask": "sample_loss_mask"}
     names |= {"total_reward": "rewards"}
     logged = {names.get(name, name): value.tolist() for name, value in fields.items()}
-    found = from_nemo_rl(logged, sampling=HALF, policy_version=6)
-    assert identical(found, from_nemo_rl(fields, sampling=HALF, policy_version=6))
+    batch = from_nemo_rl(logged, sampling=HALF, policy_version=6)
+    assert identical(batch, from_nemo_rl(fields, sampling=HALF, policy_version=6))
 
 
 def test_nemo_rl_is_written_as_it_is_read():
     fields = nemo_example()
-    found = to_nemo_rl(from_nemo_rl(fields, sampling=HALF, policy_version=6), pad_token_id=0)
+    written = to_nemo_rl(from_nemo_rl(fields, sampling=HALF, policy_version=6), pad_token_id=0)
     del fields["advantages"]
     # A sequence that is masked as a whole keeps its tokens, but not the start of its response.
     for name, value in fields.items():
-        assert torch.equal(found[name][:2], value[:2]), name
-    assert found["sample_mask"].tolist() == [1, 1, 0]
-    assert found["prompt_ids_for_adv"][:2, :2].tolist() == [[11, 12], [11, 12]]
+        assert torch.equal(written[name][:2], value[:2]), name
+    assert written["sample_mask"].tolist() == [1, 1, 0]
+    assert written["prompt_ids_for_adv"][:2, :2].tolist() == [[11, 12], [11, 12]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -115,14 +115,14 @@ def test_nemo_rl_is_written_as_it_is_read():
 def test_nemo_rl_and_back(batch):
     """Lost: sample ids, names of groups, versions, abort as a finish reason, sampling parameters."""
     fields = to_nemo_rl(batch, pad_token_id=0)
-    found = from_nemo_rl(fields, sampling=batch.sampling, policy_version=3, group_ids=batch.group_ids.tolist())
-    kept = cut(known(batch))
+    read_batch = from_nemo_rl(fields, sampling=batch.sampling, policy_version=3, group_ids=batch.group_ids.tolist())
+    expected = cut(known(batch))
     assert identical(
-        found,
+        read_batch,
         dataclasses.replace(
-            kept,
+            expected,
             sample_ids=torch.arange(batch.num_sequences),
-            policy_versions=torch.full(kept.tokens.shape, 3, dtype=torch.int32),
+            policy_versions=torch.full(expected.tokens.shape, 3, dtype=torch.int32),
             finish_reasons=(batch.finish_reasons == 1).long(),
         ),
     )
@@ -148,8 +148,8 @@ def test_nemo_rl_and_back(batch):
     ],
 )
 def test_wrong_nemo_rl_batches_are_refused(change, message):
-    given = {"policy_version": 6, "group_ids": None}
-    given |= {name: change[name] for name in given if name in change}
-    fields = nemo_example() | {name: value for name, value in change.items() if name not in given}
+    arguments = {"policy_version": 6, "group_ids": None}
+    arguments |= {name: change[name] for name in arguments if name in change}
+    fields = nemo_example() | {name: value for name, value in change.items() if name not in arguments}
     with pytest.raises(ValueError, match=message):
-        from_nemo_rl(fields, sampling=HALF, **given)
+        from_nemo_rl(fields, sampling=HALF, **arguments)

@@ -103,18 +103,18 @@ def test_rows_of_one_rollout_keep_its_number():
 @given(batch=batches(ordinary=True))
 def test_slime_and_back(batch):
     """Lost: versions within a sequence, the route of the last token, sampling parameters."""
-    found = from_slime(to_slime(batch), sampling=batch.sampling)
+    read_batch = from_slime(to_slime(batch), sampling=batch.sampling)
     mask = batch.response_mask
-    kept = cut(known(batch))
+    expected = cut(known(batch))
     oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1, keepdim=True)
     used = (mask * torch.arange(1, mask.shape[1] + 1)).amax(dim=1, keepdim=True)
     # concatenate fills up with versions of 0
-    position = torch.arange(kept.tokens.shape[1])
-    routes = kept.routed_experts
+    position = torch.arange(expected.tokens.shape[1])
+    routes = expected.routed_experts
     assert identical(
-        found,
+        read_batch,
         dataclasses.replace(
-            kept,
+            expected,
             policy_versions=torch.where(position < used, oldest, 0),
             routed_experts=None
             if routes is None

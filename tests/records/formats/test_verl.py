@@ -56,11 +56,11 @@ def test_verl_is_written_as_it_is_read():
     tensors["routed_experts"] = torch.arange(2 * 7 * 2).view(2, 7, 2, 1) * tensors["attention_mask"][..., None, None]
     batch = from_verl(tensors, others, sampling=HALF)
     assert batch.routed_experts[0, :, 0, 0].tolist() == [2, 4, 6, 8, 10, 12]
-    found, names = to_verl(batch, pad_token_id=0)
-    assert set(found) == set(tensors)
+    written, names = to_verl(batch, pad_token_id=0)
+    assert set(written) == set(tensors)
     routes = torch.where(tensors["attention_mask"][..., None, None] == 1, tensors["routed_experts"], -1)
     for name, value in (tensors | {"routed_experts": routes.int()}).items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(written[name], value), name
     assert names == {"uid": ["0", "1"], "param_version_start": [3, 4], "param_version_end": [3, 4]}
     wide, _ = to_verl(batch, pad_token_id=9, prompt_length=5, response_length=6)
     assert wide["prompts"].tolist() == [[9, 9, 9, 11, 12], [9, 9, 21, 22, 23]]
@@ -75,8 +75,8 @@ def test_scores_of_earlier_turns_stay_with_their_turns():
     batch = from_verl(tensors, others, sampling=HALF)
     assert batch.rewards.tolist() == [1.75, -1.375]
     assert batch.turn_rewards.tolist() == [[0, 0, 0.25, 0, 0, 0], [0, 0, 0, 0.125, 0, 0]]
-    found, _ = to_verl(batch, pad_token_id=0)
-    assert found["rm_scores"].tolist() == [[0.25, 0, 0, 1.5], [0.125, -1.5, 0, 0]]
+    written, _ = to_verl(batch, pad_token_id=0)
+    assert written["rm_scores"].tolist() == [[0.25, 0, 0, 1.5], [0.125, -1.5, 0, 0]]
     assert from_verl(*verl_example(), sampling=HALF).turn_rewards is None
 
 
@@ -84,19 +84,19 @@ def test_scores_of_earlier_turns_stay_with_their_turns():
 @given(batch=batches(ordinary=True))
 def test_verl_and_back(batch):
     """Lost: sample ids, names of groups, finish reasons, versions within a sequence, sampling parameters."""
-    found = from_verl(*to_verl(batch, pad_token_id=0), sampling=batch.sampling)
+    read_batch = from_verl(*to_verl(batch, pad_token_id=0), sampling=batch.sampling)
     mask = batch.response_mask
-    kept = cut(known(batch))
+    expected = cut(known(batch))
     oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1)
     groups = list(dict.fromkeys(batch.group_ids.tolist()))
     assert identical(
-        found,
+        read_batch,
         dataclasses.replace(
-            kept,
+            expected,
             sample_ids=torch.arange(len(mask)),
             group_ids=torch.tensor([groups.index(group) for group in batch.group_ids.tolist()]),
-            finish_reasons=found.finish_reasons,
-            policy_versions=oldest.unsqueeze(1).expand(kept.tokens.shape),
+            finish_reasons=read_batch.finish_reasons,
+            policy_versions=oldest.unsqueeze(1).expand(expected.tokens.shape),
         ),
     )
 
@@ -104,9 +104,9 @@ def test_verl_and_back(batch):
 def test_verl_without_a_response_keeps_its_reward():
     batch = changed(example(False), "response_mask", False, 1)
     tensors, others = to_verl(batch, pad_token_id=0)
-    found = from_verl(tensors, others, sampling=HALF)
-    assert found.rewards.tolist() == batch.rewards.tolist()
-    assert found.response_mask.sum(dim=1).tolist() == [2, 0, 3]
+    read_batch = from_verl(tensors, others, sampling=HALF)
+    assert read_batch.rewards.tolist() == batch.rewards.tolist()
+    assert read_batch.response_mask.sum(dim=1).tolist() == [2, 0, 3]
     assert others["param_version_start"] == [4, 0, 6]
 
 
@@ -137,10 +137,10 @@ def test_verls_older_forms_are_read():
 def test_wrong_verl_batches_are_refused(change, message):
     tensors, others = verl_example()
     for name, value in change.items():
-        place = others if name in ("uid", "param_version_start") else tensors
-        place.pop(name, None)
+        fields = others if name in ("uid", "param_version_start") else tensors
+        fields.pop(name, None)
         if value is not None:
-            place[name] = value
+            fields[name] = value
     with pytest.raises(ValueError, match=message):
         from_verl(tensors, others, sampling=HALF)
 
@@ -156,15 +156,18 @@ def nested_example():
     """The example in the form of verl's default trainer: rows of any length, no attention mask."""
     tensors, others = verl_example()
     tensors["routed_experts"] = torch.arange(2 * 7 * 2).view(2, 7, 2, 1) * tensors["attention_mask"][..., None, None]
-    kept = tensors["attention_mask"] != 0
-    columns = {3: kept[:, :3], 4: kept[:, 3:], 7: kept}
+    is_token = tensors["attention_mask"] != 0
+    columns = {3: is_token[:, :3], 4: is_token[:, 3:], 7: is_token}
     rows = {
         name: [row[mask] for row, mask in zip(value, columns[value.shape[1]], strict=True)]
         for name, value in tensors.items()
         if name != "attention_mask"
     }
     return (
-        {name: torch.nested.as_nested_tensor(one, layout=torch.jagged) for name, one in rows.items()},
+        {
+            name: torch.nested.as_nested_tensor(rows_of_tensor, layout=torch.jagged)
+            for name, rows_of_tensor in rows.items()
+        },
         tensors,
         others,
     )
@@ -172,11 +175,11 @@ def nested_example():
 
 def test_verls_nested_tensors_are_the_same_records():
     nested, tensors, others = nested_example()
-    found, expected = (from_verl(one, others, sampling=HALF) for one in (nested, tensors))
+    batch, expected = (from_verl(form, others, sampling=HALF) for form in (nested, tensors))
     # Without columns of padding a response's limit is unknown.
-    assert [FINISH_REASONS[index] for index in found.finish_reasons] == ["stop", "stop"]
-    assert identical(dataclasses.replace(found, finish_reasons=expected.finish_reasons), expected)
-    found.validate(vocab_size=26)
+    assert [FINISH_REASONS[index] for index in batch.finish_reasons] == ["stop", "stop"]
+    assert identical(dataclasses.replace(batch, finish_reasons=expected.finish_reasons), expected)
+    batch.validate(vocab_size=26)
     # verl stacks rows of one length.
     nested["prompts"] = torch.tensor([[10, 11, 12], [21, 22, 23]])
     nested |= {"input_ids": None, "routed_experts": None, "old_log_probs": None}

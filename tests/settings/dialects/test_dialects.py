@@ -60,15 +60,15 @@ def test_what_cannot_work_is_refused(dialect, given, message):
 
 def test_notes_are_kept_logged_and_no_part_of_the_config(caplog):
     caplog.set_level("INFO", "megatron_rc")
-    given = {"rollout_is": "token", "rollout_rs_threshold": 3.0}
-    config = RolloutCorrectionConfig.from_dict(given, "verl")
+    settings = {"rollout_is": "token", "rollout_rs_threshold": 3.0}
+    config = RolloutCorrectionConfig.from_dict(settings, "verl")
     assert config == RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
     assert config.notes == (
         "read as verl: rollout_is='token', rollout_is_threshold=2.0",
         "rollout_rs_threshold=3.0 dropped: there is no criterion in rollout_rs",
     )
     assert [record.message for record in caplog.records] == list(config.notes)
-    assert given == {"rollout_is": "token", "rollout_rs_threshold": 3.0}
+    assert settings == {"rollout_is": "token", "rollout_rs_threshold": 3.0}
 
 
 def test_numbers_survive_exactly():

@@ -21,7 +21,9 @@ NAMES = {
 
 def named(settings):
     """The settings with NeMo-RL's names."""
-    return {NAMES.get(name, name): named(one) if isinstance(one, dict) else one for name, one in settings.items()}
+    return {
+        NAMES.get(name, name): named(value) if isinstance(value, dict) else value for name, value in settings.items()
+    }
 
 
 READ = """
@@ -53,36 +55,36 @@ def test_nemo_rls_rejection_of_sequences(section):
     note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|; seq_mean_error is that mean minus 1"
     rejects = {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 1.0}
     reads("nemo-rl", ERROR, {"rollout_is": None, **rejects}, note)
-    own = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}
+    fields = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}
     weights = named({"use": True, "type": "tis", "max": 3.0})
     nested = {"loss_fn": weights, section: {**ERROR, "num_prompts_per_step": 8}, "data": {}}
     unread = f"not read, no part of the correction: {section}.num_prompts_per_step, data"
-    reads("nemo-rl", nested, own, note, unread)
+    reads("nemo-rl", nested, fields, note, unread)
     off = {"loss_fn": {}, section: {"seq_logprob_error_threshold": None}}
     reads("nemo-rl", off, {"rollout_is": None})
 
 
 @pytest.mark.parametrize("kind", ["icepop", "tis"])
 def test_equal_bounds_are_legal(kind):
-    given = named({"use": True, "type": kind, "max": 1.0, "min": 1.0})
-    assert RolloutCorrectionConfig.from_dict(given, "nemo-rl").is_bounds == (1.0, 1.0)
+    settings = named({"use": True, "type": kind, "max": 1.0, "min": 1.0})
+    assert RolloutCorrectionConfig.from_dict(settings, "nemo-rl").is_bounds == (1.0, 1.0)
 
 
 def test_gspo_and_its_kl_are_named():
     """Both change the loss, and are no part of the correction."""
-    given = {"loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}}
-    config = RolloutCorrectionConfig.from_dict(given, "nemo-rl")
+    settings = {"loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}}
+    config = RolloutCorrectionConfig.from_dict(settings, "nemo-rl")
     assert config.rollout_is is None
     assert any("--policy-loss gspo --loss-aggregation seq-mean-token-mean" in note for note in config.notes)
-    given = {"loss_fn": {"use_importance_sampling_correction": True, "reference_policy_kl_type": "k3"}}
-    assert any("--kl-estimator k3+" in note for note in RolloutCorrectionConfig.from_dict(given, "nemo-rl").notes)
+    settings = {"loss_fn": {"use_importance_sampling_correction": True, "reference_policy_kl_type": "k3"}}
+    assert any("--kl-estimator k3+" in note for note in RolloutCorrectionConfig.from_dict(settings, "nemo-rl").notes)
 
 
 def test_a_setting_that_a_newer_release_adds_is_a_warning():
     """NeMo-RL#2269 proposes this one."""
-    given = {"loss_fn": {"use_importance_sampling_correction": True, "is_correction_level": "token"}}
+    settings = {"loss_fn": {"use_importance_sampling_correction": True, "is_correction_level": "token"}}
     with pytest.warns(UserWarning, match="'is_correction_level'"):
-        assert RolloutCorrectionConfig.from_dict(given, "nemo-rl").rollout_is == "token"
+        assert RolloutCorrectionConfig.from_dict(settings, "nemo-rl").rollout_is == "token"
 
 
 def test_that_rejection_is_nemo_rls():
@@ -93,8 +95,8 @@ def test_that_rejection_is_nemo_rls():
     mask = torch.rand(64, 12, generator=generator) > 0.3
     config = RolloutCorrectionConfig.from_dict({"seq_logprob_error_threshold": 1.7}, "nemo-rl")
     error = ((old - rollout).abs().double().exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
-    kept = mask & (error <= 1.7).unsqueeze(1)
-    assert 0.2 < kept.sum() / mask.sum() < 0.8
+    expected_mask = mask & (error <= 1.7).unsqueeze(1)
+    assert 0.2 < expected_mask.sum() / mask.sum() < 0.8
     result = correct_rollouts(old, rollout, mask, config)
-    assert torch.equal(result.mask, kept)
-    assert result.denominators[0, 2] == kept.sum()
+    assert torch.equal(result.mask, expected_mask)
+    assert result.denominators[0, 2] == expected_mask.sum()

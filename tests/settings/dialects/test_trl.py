@@ -52,10 +52,10 @@ def test_trl(given, expected, notes):
 
 
 def test_a_part_of_a_file_is_read_as_with_vllm():
-    given = named({"mode": "token_truncate"})
+    settings = named({"mode": "token_truncate"})
     expected = {"rollout_is": "token", "rollout_is_threshold": 3.0}
-    reads("trl", given, expected, "use_vllm is absent")
-    reads("trl", {"use_vllm": False, **given}, {"rollout_is": None}, "mode='token_truncate' dropped")
+    reads("trl", settings, expected, "use_vllm is absent")
+    reads("trl", {"use_vllm": False, **settings}, {"rollout_is": None}, "mode='token_truncate' dropped")
 
 
 REFUSED = """

@@ -42,7 +42,8 @@ PACKING = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"]
 
 def test_the_flag_takes_every_estimator():
     (flag,) = (option for option in options_of(AdvantageSection) if option.field == "advantage_estimator")
-    assert sorted(flag.choices) == sorted(ESTIMATORS)
+    # The advantages of teachers take no rewards: tests/launch/training/test_distillation.py.
+    assert sorted(flag.choices) == sorted([*ESTIMATORS, "distillation"])
 
 
 # Inputs of the estimators, for the rows of the whole batch

@@ -1,6 +1,6 @@
 """One rollout batch in 1, 2 and 4 optimizer steps: in decoupled mode the same result, in coupled PPO another one.
 
-``docs/advantages.md`` shows what the benchmark measures over several learning rates and batches.
+``docs/mathematics.md`` shows what the benchmark measures over several learning rates and batches.
 """
 
 from benchmarks import mini_batches

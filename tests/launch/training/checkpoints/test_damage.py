@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
+from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
-from megatron_rc.launch.training.checkpoints.saved_settings import SETTINGS, checkpoint_settings
 from tests.launch.training.checkpoints.test_saving import SMALL, steps
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, refusal

@@ -36,8 +36,7 @@ def test_conditions_are_read(text, parts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected 'METRIC < NUMBER for STEPS', with <, <=, > or >="),
-        (f"{KL} = 0.5", "expected 'METRIC < NUMBER"),
+        (f"{KL} = 0.5", "expected 'METRIC < NUMBER for STEPS', with <, <=, > or >="),
         (f"{KL} > 0.5 and lr < 1", "expected 'METRIC < NUMBER"),
         (f"{KL} > nan", "expected 'METRIC < NUMBER"),
         (f"{KL} > 0.5 for 0", "and 1 or more steps"),

@@ -1,0 +1,196 @@
+"""A server with a teacher: log-probs of the likeliest tokens, and of the given ones, at each position of a sequence.
+
+vLLM (``vllm serve DIRECTORY``) gives them as ``prompt_logprobs`` of ``/v1/completions``, SGLang (``python -m
+sglang.launch_server --model-path DIRECTORY``) as ``input_top_logprobs`` of ``/generate``. Both are of the model's own
+distribution, at temperature 1, whatever the temperature of sampling.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.answers import is_log_prob
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.requests import MOST_BYTES, Request
+
+SERVED_TEMPERATURE = 1.0  # of the log-probs that both servers give
+_BYTES_OF_ENTRY = 256  # most bytes that a server writes for one token and its log-prob
+
+
+@dataclass(frozen=True)
+class ScoredSequence:
+    """Log-probs of the teacher at the tokens of a response."""
+
+    log_probs: list[float]  # log-prob of each token of the response
+    top_ids: list[list[int]]  # at each of these tokens the ids of the likeliest tokens
+    top_log_probs: list[list[float]]  # their log-probs
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A prompt and a response, whose tokens are scored."""
+
+    prompt: list[int]
+    response: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids."""
+        return [*self.prompt, *self.response]
+
+
+class TeacherServer(ABC):
+    """Requests to one server; EngineError if it does not answer, refuses, or answers what cannot be used.
+
+    Args:
+        http: client of the server's address.
+        top_k: number of the likeliest tokens.
+        vocab_size: token ids lie below it.
+    """
+
+    path: str  # of the route that scores
+
+    def __init__(self, http: HttpClient, top_k: int, vocab_size: int) -> None:
+        self.http = http
+        self.top_k = top_k
+        self.vocab_size = vocab_size
+
+    def score(self, sequences: Sequence[ScoreRequest], concurrency: int) -> list[ScoredSequence]:
+        """Score the responses, with up to ``concurrency`` requests at a time; in the order of ``sequences``."""
+        requests = [
+            Request("POST", self.path, self.body(sequence), MOST_BYTES + self._most_bytes(sequence))
+            for sequence in sequences
+        ]
+
+        def read(index: int, answer: Any) -> ScoredSequence:
+            sequence = sequences[index]
+            try:
+                scored = self.read(sequence, answer)
+            except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+                raise EngineError(
+                    f"{self.http.url}{self.path}, sequence {index}: the answer has no log-probs of the "
+                    f"{self.top_k} likeliest tokens at each position ({type(error).__name__}: {error}): is it the "
+                    "server of --teacher-server, and does it allow so many?"
+                ) from error
+            self._check(scored, sequence, index)
+            return scored
+
+        return self.http.read_all(requests, read, concurrency, nullcontext)
+
+    @abstractmethod
+    def body(self, sequence: ScoreRequest) -> dict[str, Any]:
+        """Body of the request."""
+
+    @abstractmethod
+    def read(self, sequence: ScoreRequest, answer: Any) -> ScoredSequence:
+        """Read an answer; errors of Python for an answer of another form."""
+
+    def _most_bytes(self, sequence: ScoreRequest) -> int:
+        return _BYTES_OF_ENTRY * (self.top_k + 2) * len(sequence.tokens)
+
+    def _check(self, scored: ScoredSequence, sequence: ScoreRequest, index: int) -> None:
+        """Raise EngineError for ids out of the vocabulary, and for numbers that are no log-probs."""
+        where = f"{self.http.url}{self.path}, sequence {index}"
+        for position, (own, ids, values) in enumerate(
+            zip(scored.log_probs, scored.top_ids, scored.top_log_probs, strict=True)
+        ):
+            if len(set(ids)) != self.top_k or not all(0 <= token < self.vocab_size for token in ids):
+                raise EngineError(
+                    f"{where}, response token {position}: the ids of the likeliest tokens are {ids[:5]}…, expected "
+                    f"{self.top_k} different ones below {self.vocab_size}, the size of the policy's vocabulary"
+                )
+            for value in (own, *values):
+                if not is_log_prob(value):
+                    raise EngineError(
+                        f"{where}, response token {position}: {str(value)[:40]} is no log-prob: check the teacher's "
+                        "weights and precision"
+                    )
+
+
+class VllmTeacher(TeacherServer):
+    """vLLM's ``prompt_logprobs``."""
+
+    path = "/v1/completions"
+
+    def __init__(self, http: HttpClient, top_k: int, vocab_size: int, model: str | None = None) -> None:
+        super().__init__(http, top_k, vocab_size)
+        self.model = model
+
+    def body(self, sequence: ScoreRequest) -> dict[str, Any]:
+        """Body of the request; the one token that vLLM must sample is not read."""
+        return {
+            "model": self._model(),
+            "prompt": sequence.tokens,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": self.top_k,
+            "return_token_ids": True,
+        }
+
+    def read(self, sequence: ScoreRequest, answer: Any) -> ScoredSequence:
+        """Read ``prompt_logprobs``: for each token a mapping of ids, the token's own and the likeliest ones."""
+        (choice,) = answer["choices"]
+        entries = choice["prompt_logprobs"]
+        if choice["prompt_token_ids"] != sequence.tokens or len(entries) != len(sequence.tokens):
+            raise ValueError("the server read other tokens")
+        own = []
+        top_ids = []
+        top_log_probs = []
+        for token, entry in zip(sequence.response, entries[len(sequence.prompt) :], strict=True):
+            own.append(entry[str(token)]["logprob"])
+            likeliest = sorted(_top(entry, self.top_k))
+            top_ids.append([number for _, number, _ in likeliest])
+            top_log_probs.append([value for _, _, value in likeliest])
+        return ScoredSequence(own, top_ids, top_log_probs)
+
+    def _model(self) -> str:
+        """Name of the teacher: the given one, or that of the server's only model."""
+        if self.model is None:
+            names = [entry["id"] for entry in self.http.json("GET", "/v1/models")["data"]]
+            if len(names) != 1:
+                raise EngineError(f"{self.http.url} serves {', '.join(names)}: name the teacher with --teacher-model")
+            (self.model,) = names
+        return self.model
+
+
+class SglangTeacher(TeacherServer):
+    """SGLang's ``input_top_logprobs``."""
+
+    path = "/generate"
+
+    def body(self, sequence: ScoreRequest) -> dict[str, Any]:
+        """Body of the request, without a new token."""
+        return {
+            "input_ids": sequence.tokens,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            # The first entry belongs to the last token of the prompt.
+            "logprob_start_len": len(sequence.prompt) - 1,
+            "top_logprobs_num": self.top_k,
+        }
+
+    def read(self, sequence: ScoreRequest, answer: Any) -> ScoredSequence:
+        """Read lists of [log-prob, id, text], which begin one token before the response."""
+        meta = answer["meta_info"]
+        own = meta["input_token_logprobs"][1:]
+        tops = meta["input_top_logprobs"][1:]
+        if [entry[1] for entry in own] != sequence.response or len(tops) != len(own):
+            raise ValueError("the server read other tokens")
+        return ScoredSequence(
+            log_probs=[entry[0] for entry in own],
+            top_ids=[[entry[1] for entry in top] for top in tops],
+            top_log_probs=[[entry[0] for entry in top] for top in tops],
+        )
+
+
+SERVERS = {"vllm": VllmTeacher, "sglang": SglangTeacher}
+
+
+def _top(entry: Mapping[str, Any], top_k: int) -> list[tuple[int, int, float]]:
+    """(rank, id, log-prob) of the likeliest tokens of one position: a token of the text beyond them is left out."""
+    return [(value["rank"], int(number), value["logprob"]) for number, value in entry.items() if value["rank"] <= top_k]

@@ -1,0 +1,134 @@
+"""Settings of the teachers' models: the run's own, with the shape of another model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_rc.launch.checkpoint_folders import iteration_folder, latest_iteration
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.megatron import FIELDS_OF_THE_MODEL
+from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
+from megatron_rc.launch.flags.command import Values, values_of_directory
+from megatron_rc.launch.flags.parser import defaults
+from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
+from megatron_rc.launch.flags.stored import stored_config
+from megatron_rc.launch.flags.unused import OPTIONAL_SECTIONS, without_unused
+from megatron_rc.launch.run_config import RunConfig, TeacherModel, flag_options, sections_of
+from megatron_rc.launch.tasks.text import HUGGING_FACE
+
+# Sections with the shape of a model.
+_SHAPE = ("transformer", "latent", "experts", "model")
+# Fields of Megatron's configs that spread a number of layers over the stages.
+_OF_STAGES = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+MakeSection = Callable[[type, Values], Any]
+
+
+def teacher_models(
+    config: RunConfig, values: Values, with_what_follows: Callable[[Values], Values], make_section: MakeSection
+) -> Iterator[TeacherModel]:
+    """Yield each teacher that this run loads, those of directories first.
+
+    A teacher has the run's layout, precision and batches; its layers are spread evenly over the stages.
+
+    Args:
+        config: settings of the run.
+        values: values of the run's flags, before defaults that follow from others.
+        with_what_follows: adds those defaults.
+        make_section: makes a section of values.
+
+    Raises:
+        ConfigurationError: the model of a directory or a checkpoint is not known here, or has another vocabulary.
+    """
+    if config.distillation is None:
+        return
+    for folder in config.distillation.teacher_load_hf or ():
+        sections = _of_directory(folder, values, config, with_what_follows, make_section)
+        yield _teacher("--teacher-load-hf", folder, config, sections, tokenizer=folder)
+    for folder in config.distillation.teacher_load or ():
+        stored = _of_checkpoint(folder)
+        sections = {name: getattr(stored, name) for name in _SHAPE}
+        tokenizer = None
+        if stored.task.tokenizer_type == HUGGING_FACE:
+            tokenizer = stored.task.tokenizer_model or stored.checkpoints.load_hf
+        yield _teacher("--teacher-load", folder, config, sections, tokenizer=tokenizer)
+
+
+def _of_directory(
+    folder: str,
+    values: Values,
+    config: RunConfig,
+    with_what_follows: Callable[[Values], Values],
+    make_section: MakeSection,
+) -> dict[str, Any]:
+    """Return the sections with the shape of the model in a Hugging Face directory."""
+    of_model = values_of_directory(folder, "--teacher-load-hf")
+    usual = defaults()
+    reset = {option.flag: usual[option.flag] for name, option in flag_options().values() if name in _SHAPE}
+    of_teacher, _ = without_unused(values.also(reset).also(of_model), {})
+    of_teacher = with_what_follows(of_teacher)
+    vocab_size = of_teacher.vocab_size or config.model.vocab_size
+    of_teacher = of_teacher.also({"vocab_size": vocab_size, "padded_vocab_size": vocab_size})
+    sections = {}
+    for name, kind, is_optional in sections_of(RunConfig):
+        if name in _SHAPE:
+            is_absent = is_optional and not OPTIONAL_SECTIONS[name].is_met(of_teacher)
+            sections[name] = None if is_absent else make_section(kind, of_teacher)
+    return sections
+
+
+def _of_checkpoint(folder: str) -> RunConfig:
+    """Return the settings of the newest checkpoint of a folder."""
+    where = f"--teacher-load {folder}"
+    try:
+        number = latest_iteration(folder)
+        if number is None:
+            raise ValueError("the folder holds no checkpoint: name another one")
+        checkpoint = iteration_folder(folder, number)
+        return stored_config(checkpoint_settings(checkpoint), str(checkpoint / SETTINGS))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _teacher(
+    flag: str, folder: str, config: RunConfig, sections: dict[str, Any], *, tokenizer: str | None
+) -> TeacherModel:
+    """Return a teacher with the run's settings and the shape of these sections."""
+    vocab_size = sections["model"].vocab_size
+    if vocab_size != config.model.vocab_size:
+        raise ConfigurationError(
+            f"{flag} {folder}: the teacher has {vocab_size} tokens and the policy {config.model.vocab_size}, so that "
+            "their distributions cannot be compared: give a teacher with the policy's vocabulary"
+        )
+    # The ranks of TP hold the same rows of both vocabularies.
+    model = dataclasses.replace(
+        sections["model"],
+        padded_vocab_size=config.model.padded_vocab_size,
+        transformer_impl=config.model.transformer_impl,
+        kind=config.model.kind,
+    )
+    fields = {
+        name: value
+        for name, value in config.megatron.given.items()
+        if name not in FIELDS_OF_THE_MODEL and name not in _OF_STAGES
+    }
+    of_teacher = dataclasses.replace(
+        config,
+        transformer=sections["transformer"],
+        latent=sections["latent"],
+        experts=sections["experts"],
+        model=model,
+        routing=None,
+        critic=None,
+    )
+    return TeacherModel(
+        flag=flag,
+        folder=folder,
+        config=of_teacher.changed(megatron={"given": fields}, checkpoints={"weights_bridge": NO_BRIDGE}),
+        tokenizer=tokenizer,
+    )
