@@ -59,9 +59,8 @@ DECAYING = ["--critic-lr-decay-style=linear", "--critic-min-lr=1e-4", "--critic-
     [
         ([*DECAYING, "--lr-decay-iters=10"], Layout(tp=2, sp=True), Layout(pp=2)),
         (DISTRIBUTED, Layout(dp=2), Layout(tp=2)),
-        (["--bf16"], Layout(pp=2), Layout(cp=2)),
     ],
-    ids=["plain", "distributed", "bf16"],
+    ids=["plain", "distributed"],
 )
 def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
     """In the same layout to the last digit; the second step after a checkpoint shows Adam's moments."""
@@ -73,9 +72,8 @@ def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
     words += [f"--load={tmp_path}/save"]
     assert ranks.run(train, before, [*words, *before.flags()], 2, 4)[0] == whole[2:]
     (third, fourth), *_ = ranks.run(train, after, [*words, *after.flags()], 2, 4)
-    apart = 2e-2 if "--bf16" in more else 1e-4
-    assert third == pytest.approx(whole[2], rel=apart, abs=apart)
-    assert fourth == pytest.approx(whole[3], rel=10 * apart, abs=10 * apart)
+    assert third == pytest.approx(whole[2], rel=1e-4, abs=1e-4)
+    assert fourth == pytest.approx(whole[3], rel=1e-3, abs=1e-3)
 
 
 def bytes_alive():
@@ -114,10 +112,8 @@ OVERLAPPING = ["--overlap-grad-reduce", "--overlap-param-gather"]
 SHARED = ["--bf16", *DISTRIBUTED, *OVERLAPPING]
 # The part, its flag, and the bytes of a parameter: weights, gradients and states of a critic, or states alone.
 AWAY = {
-    "critic-pp2": ("critic", [], Layout(pp=2), 4 + 4 + 8),
     "critic-bf16-distributed-overlapping-dp2": ("critic", SHARED, Layout(dp=2), 2 + 4 + 12 / 2),
     "optimizer-pp2": ("optimizer", [], Layout(pp=2), 8),
-    "optimizer-bf16-distributed-overlapping-dp2": ("optimizer", SHARED, Layout(dp=2), 12 / 2),
 }
 
 

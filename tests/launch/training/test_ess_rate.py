@@ -11,6 +11,7 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, run_config, save_initial, share
 
 LR = 0.02
+SMALL = ("--num-layers=2", "--micro-batch-size=8")
 ADVANCED = ("--lr-ess-scaling=sqrt", "--lr-ess-base=0.8", "--optimizer=sgd")
 MODES = {
     "decoupled": (),
@@ -52,13 +53,13 @@ def two_steps(words):
 def start(ranks, tmp_path_factory):
     """Folder with the checkpoint that every layout starts from."""
     folder = tmp_path_factory.mktemp("rates")
-    ranks.run(save_initial, Layout(), flags(folder, f"--save={folder}/first"))
+    ranks.run(save_initial, Layout(), flags(folder, *SMALL, f"--save={folder}/first"))
     return folder
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_layout_has_the_rate_of_its_formula(ranks, start, mode):
-    words = flags(start, *ADVANCED, *MODES[mode], "--micro-batch-size=4", f"--load={start}/first", "--finetune")
+    words = flags(start, *ADVANCED, *MODES[mode], *SMALL, f"--load={start}/first", "--finetune")
     (alone,) = ranks.run(two_steps, Layout(), words)
     first, second = alone
     assert first["lr_ess"] == pytest.approx(first["ess"], rel=1e-5)

@@ -74,10 +74,9 @@ ADAM = ["--optimizer=adam", "--lr=1e-3", "--adam-eps=1e-2"]
     ("layout", "adam", "more"),
     [
         (Layout(tp=2, sp=True, ep=2, etp=1), [], []),
-        (Layout(dp=2, ep=2), ADAM, []),
         (Layout(dp=2, ep=2), ADAM, ["--use-distributed-optimizer"]),
     ],
-    ids=["whole-experts", "spread", "distributed"],
+    ids=["whole-experts", "distributed"],
 )
 def test_experts_split_in_another_way_take_the_same_steps(ranks, tmp_path, layout, adam, more):
     """The gradient norm too, of which each rank holds another part."""

@@ -39,7 +39,7 @@ def refreshed(words, numbers):
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [(Layout(pp=2, vpp=True), []), (Layout(dp=2), ["--bf16", "--use-distributed-optimizer"])],
+    [(Layout(pp=2, vpp=True), []), (Layout(dp=2), ["--num-layers=2", "--bf16", "--use-distributed-optimizer"])],
     ids=["pp2-vpp", "dp2-bf16-distributed"],
 )
 def test_it_follows_the_policy_by_steps_and_over_a_restart(ranks, tmp_path, layout, more):

@@ -580,8 +580,9 @@ TRAINED = {
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path, name):
     """Advantages of tokens, a KL in the reward, accepted responses, weighted baselines: two steps a batch."""
-    options = [*TRAINED[name].split(), "--optimizer=sgd", "--lr=0.5", "--grpo-kl-beta=0"]
-    ranks.run(save_initial, Layout(), [*flags(tmp_path), f"--save={tmp_path}/start"])
+    small = ["--num-layers=2", "--micro-batch-size=8"]
+    options = [*TRAINED[name].split(), *small, "--optimizer=sgd", "--lr=0.5", "--grpo-kl-beta=0"]
+    ranks.run(save_initial, Layout(), flags(tmp_path, *small, f"--save={tmp_path}/start"))
     load = [f"--load={tmp_path}/start", "--finetune"]
     (single_steps,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *options, *load), 2)
 
