@@ -100,8 +100,11 @@ def reference(home):
     return result.metrics()
 
 
-@pytest.mark.parametrize("records", ["records.safetensors", "records.jsonl"])
-@pytest.mark.parametrize("engine", ["engine", "run/iter_0000003"], ids=["directory", "older-checkpoint"])
+@pytest.mark.parametrize(
+    ("engine", "records"),
+    [("engine", "records.safetensors"), ("run/iter_0000003", "records.jsonl")],
+    ids=["directory", "older-checkpoint"],
+)
 def test_the_parts_are_those_of_autograd_through_transformers(home, capsys, engine, records):
     folder, _ = home
     words = ["--load", folder / "run", "--engine-weights", folder / engine, "--attribution-nodes=2"]
@@ -159,9 +162,6 @@ def test_a_servers_stale_projection_is_all_of_the_excess(home, stale_server, cap
     assert metrics["parts"][name] == pytest.approx(excess[name], rel=0.05), "its rounding is the rest of its part"
     assert metrics["parts"][name] != excess[name]
 
-    assert code_of(command.main, *words, folder / "records.jsonl") == 0
-    assert "largest excess" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize(
     ("engine", "words"), [("run/iter_0000005", "no excess"), ("run/iter_0000003", "largest excess")]
@@ -182,7 +182,7 @@ def test_the_text_names_layers_and_largest_parts(home, capsys):
     assert "decoder.layers." in text
 
 
-@pytest.mark.parametrize(("engine", "is_noted"), [("run/iter_0000003", False), ("run", True), ("engine", False)])
+@pytest.mark.parametrize(("engine", "is_noted"), [("run/iter_0000003", False), ("run", True)])
 def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
     folder, _ = home
     words = ["--load", folder / "run", "--engine-weights", folder / engine]
