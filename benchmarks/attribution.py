@@ -44,6 +44,8 @@ PROMPTS_OF_TRAINING = 1
 STALE_NODES = {2: 1, 20: 3}
 # Of two exchanged layers 32 leave 8 % for one of the seeds.
 EXCHANGED_NODES = 64
+# Roundings of all weights beside a planted fault.
+BESIDE = ("bf16", "fp8 by channel")
 # As configs/launch/smollm2_sums.yaml.
 LEARNING_RATE = 1e-5
 # Other prompts than those that are attributed.
@@ -73,7 +75,7 @@ class Fault:
     wrong: Weights  # the engine's weights before its rounding, where they differ from the trainer's
     at_fault: list[str] | list[int]  # parameters by name, or layers
     nodes: int = 1  # passes that it needs
-    beside: tuple[str, ...] = ("bf16", "fp8 by channel")  # rounding of all weights
+    beside: tuple[str, ...] = BESIDE  # roundings of all weights
 
 
 class Batch:
@@ -293,18 +295,18 @@ def engine_table(rows: list[dict[str, Any]]) -> str:
 
 def fault_table(rows: list[dict[str, Any]]) -> str:
     """Return the shares and places of the planted faults as Markdown; each cell has the numbers of all seeds."""
-    keys = dict.fromkeys((row["fault"], row["engine"]) for row in rows if row["fault"])
-    lines = [
-        "| fault | beside | share | place | excess | completeness |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, engine in keys:
-        of_seeds = [row for row in rows if (row["fault"], row["engine"]) == (name, engine)]
-        cells = [name, engine]
-        cells.append(_joined(_percent(row["share"]) for row in of_seeds) + " %")
-        cells.append(_joined(_in_words(row["places"]) for row in of_seeds))
-        cells.append(_joined(_percent(row["excess"]) for row in of_seeds) + " %")
-        cells.append(_joined(f"{row['completeness']:.3f}" for row in of_seeds))
+    columns = [f"{engine}: {figure}" for engine in BESIDE for figure in ("share", "place", "excess")]
+    lines = [f"| fault | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
+    for name in dict.fromkeys(row["fault"] for row in rows if row["fault"]):
+        cells = [name]
+        for engine in BESIDE:
+            of_seeds = [row for row in rows if (row["fault"], row["engine"]) == (name, engine)]
+            if not of_seeds:
+                cells += ["", "", ""]
+                continue
+            cells.append(_joined(_percent(row["share"]) for row in of_seeds) + " %")
+            cells.append(_joined(_in_words(row["places"]) for row in of_seeds))
+            cells.append(_joined(_percent(row["excess"]) for row in of_seeds) + " %")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -339,21 +339,37 @@ def shapes_of_weights(run, folder):
     return {name: parameter.shape for name, parameter in training_cases.named(trainer.chunks)}
 
 
+def attributed_with(model):
+    """The function that attributes a batch of a model, whose MLP may have no gate."""
+    return attributed if "--swiglu" in model else attributed_without_gate
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory):
+    """Data and weights of a model, and their attribution on one rank; each is made once."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    def on_one_rank(model):
+        run = Run(SINGLE.layout, model=model)
+        (shapes,) = ranks.run(shapes_of_weights, run.layout, run, folder)
+        generator = torch.Generator().manual_seed(3)
+        weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        inputs = make_data(), weights, training_oracle.moved(weights, 4, 0.02)
+        (single,) = ranks.run(attributed_with(model), run.layout, run, folder, *inputs)
+        return inputs, single.result
+
+    return functools.cache(on_one_rank)
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [(OTHER_LLAMA, Layout(tp=2)), (OTHER_LLAMA, Layout(pp=2)), (tuple(GPT2), Layout(tp=2, sp=True))],
     ids=["qk-norms-tp2", "untied-pp2", "biases-tp2-sp"],
 )
-def test_biases_norms_of_heads_and_an_untied_head(ranks, tmp_path, model, layout):
-    alone, spread = (Run(each, model=model) for each in (SINGLE.layout, layout))
-    (shapes,) = ranks.run(shapes_of_weights, alone.layout, alone, tmp_path)
-    generator = torch.Generator().manual_seed(3)
-    weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    given = make_data(), weights, training_oracle.moved(weights, 4, 0.02)
-    function = attributed if "--swiglu" in model else attributed_without_gate
-    (single,), results = (ranks.run(function, run.layout, run, tmp_path, *given) for run in (alone, spread))
-    for of_rank in results:
-        assert_parts(of_rank.result, single.result.parts, single.result.measured, single.result.of_weights, IN_FLOAT64)
+def test_biases_norms_of_heads_and_an_untied_head(ranks, tmp_path, alone, model, layout):
+    inputs, single = alone(model)
+    for of_rank in ranks.run(attributed_with(model), layout, Run(layout, model=model), tmp_path, *inputs):
+        assert_parts(of_rank.result, single.parts, single.measured, single.of_weights, IN_FLOAT64)
         assert min(abs(part) for part in of_rank.result.parts.values()) > 0
 
 
