@@ -146,7 +146,7 @@ def stale_server(home):
     weights = {name: weight.detach().bfloat16() for name, weight in model_of(folder / "trainer").named_parameters()}
     weights[STALE] = model_of(folder / "engine").get_parameter(STALE).detach().bfloat16()
     with running(kind=ReadableServer) as server:
-        server.held = weights
+        server.weights = weights
         yield server
 
 
