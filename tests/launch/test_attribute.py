@@ -196,6 +196,7 @@ def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
         (["--load=nowhere", "--rollout-dtype=int8", "records.jsonl"], 2, "nowhere"),
         (["--load=run", "records.jsonl"], 2, "--engine-weights"),
         (["--load=run", "--rollout-url=http://h:1", "records.jsonl"], 2, "--rollout-engine"),
+        (["--load=run", "--rollout-dtype=bf16", "--rollout-engine=vllm-server", "a"], 2, "--rollout-url"),
         (["--load=run", "--rollout-url=h", "--rollout-engine=sglang-server", "records.jsonl"], 2, "'h'"),
         (
             ["--load=run", "--engine-weights=run", "--rollout-url=http://h:1", "--rollout-engine=vllm-server", "a"],
