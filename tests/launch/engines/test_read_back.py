@@ -65,7 +65,7 @@ def test_another_model_is_refused(server, engine):
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("tp_size", 2), ("dp_size", 4), ("quantization", "fp8")], ids=["tp", "dp", "quantized"]
+    ("setting", "value"), [("tp_size", 2), ("pp_size", 2), ("dp_size", 4), ("quantization", "fp8")]
 )
 def test_shards_and_quantised_weights_of_sglang_are_refused(server, setting, value):
     server.settings[setting] = value
