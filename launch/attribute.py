@@ -166,7 +166,7 @@ class _Engine:
 
     Attributes:
         step: the optimizer step that made them; None: unknown, as of a Hugging Face directory.
-        weights: its weights as a function of a parameter's name and the trainer's weight.
+        weights: its weights by the parameter's name in the trainer, or a function as :func:`attribute` takes it.
         intended_weights: the trainer's weights rounded to the engine's format, if ``weights`` have another source and
             the format is known.
     """
@@ -187,8 +187,7 @@ def _engine(
     intended = None if request.rollout_dtype == "fp32" else rounded
     if request.rollout_url is not None:
         served = _served_model(request, config, groups)
-        held = {name: weight.detach() for name, weight in served.named_parameters()}
-        return _Engine(None, held, intended)
+        return _Engine(None, {name: weight.detach() for name, weight in served.named_parameters()}, intended)
     if request.engine_weights is None:
         return _Engine(step, rounded)
     step_of_engine, engine = _engine_of(request.engine_weights, config, groups)

@@ -92,7 +92,7 @@ class SglangClient(ServerClient):
     def check_readable(self) -> None:
         """Check that :meth:`weight` can read this server's weights: not quantised, and whole in one process."""
         settings = self.http.json("GET", "/get_server_info")
-        for name, readable in (("tp_size", 1), ("dp_size", 1), ("quantization", None)):
+        for name, readable in (("tp_size", 1), ("pp_size", 1), ("dp_size", 1), ("quantization", None)):
             value = self.field(settings, name)
             if value != readable:
                 raise EngineError(

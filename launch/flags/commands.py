@@ -65,6 +65,8 @@ def parse_attribute(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError(f"--attribution-nodes {args.nodes}: give 1 or more")
     if args.rollout_url is not None:
         _check_server(args)
+    elif args.rollout_engine is not None:
+        raise ConfigurationError(f"--rollout-engine {args.rollout_engine} needs --rollout-url, the server's address")
     elif args.engine_weights is None and args.rollout_dtype == DTYPES[0]:
         raise ConfigurationError(
             "trainer and engine would have the same weights: give --engine-weights, or the --rollout-dtype of the run"

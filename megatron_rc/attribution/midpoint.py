@@ -73,10 +73,10 @@ def attribute(
         signed: attribute Σ D_t instead of Σ D_t²: who makes the engine too sure of what it sampled. The coefficients
             are then 1 where D_t is not 0.
         nodes: passes. More help if the completeness is far from 1: 2 or 3, or 8 for a gross error.
-        intended_weights: the weights W* that the engine should have, such as the trainer's after the engine's
-            rounding; as ``engine_weights``, which must come from the engine itself. The excess of a parameter,
-            ⟨∂/∂W_p, W*_p - W̃_p⟩, is then the share of its part that the intended weights would not have: exactly 0
-            unless the engine has other weights than it should.
+        intended_weights: the weights W* that the engine should have, such as the trainer's rounded to its format; given
+            like ``engine_weights``. A part is then the sum of ⟨∂/∂W_p, W_p - W*_p⟩, which the format makes, and the
+            excess ⟨∂/∂W_p, W*_p - W̃_p⟩, which is exactly 0 unless the engine has other weights than it should.
+            ``engine_weights`` must come from elsewhere, such as the engine itself.
         differences_of_weights: called once with the engine's weights in place; returns Δ_t, like ``differences``, for
             ``completeness``.
         group: ranks with different parts of the model or of the gradients; None: this process has all.
@@ -191,7 +191,7 @@ def _weight_of(weights: EngineWeights, argument: str, name: str, trainer: Tensor
     elif name in weights:
         weight = weights[name]
     else:
-        raise ValueError(f"{argument} has no {name}: give the engine's weights of all shards")
+        raise ValueError(f"{argument} has no {name}: give the weights of all shards")
     if weight.shape != trainer.shape:
         raise ValueError(f"{argument}: {name} is {tuple(weight.shape)}, the trainer's {tuple(trainer.shape)}")
     return weight.detach()

@@ -25,9 +25,8 @@ class Attribution:
         measured: Σ a_t D_t.
         of_weights: Σ a_t Δ_t, where Δ_t is what the trainer's kernels make of both sets of weights: the sum that the
             parts approximate. None unless it was measured.
-        excess: of each parameter, the share of its part that weights have which the engine should not have, such as
-            those of another step; exactly 0 where the engine's weights are as intended. None if nobody said which
-            weights were intended.
+        excess: the summand of each part that comes from the distance between the engine's weights and those that it
+            should have; exactly 0 where they are equal. None if the intended weights were not given.
     """
 
     parts: Mapping[str, float]
@@ -90,8 +89,8 @@ class Attribution:
     def largest_excess(self, count: int = 10) -> list[tuple[str, float]]:
         """Return the parameters with the largest excess of either sign as (name, share of ``measured``).
 
-        Parameters whose weights are as intended are left out. The sign says no more than whether the unintended weights
-        add to the rest of the mismatch or happen to cancel it.
+        Parameters whose weights are as intended are left out. The sign only says whether the unintended weights add to
+        the rest of the mismatch or happen to cancel some of it.
         """
         differing = [(name, excess) for name, excess in (self.excess or {}).items() if excess]
         differing.sort(key=lambda item: abs(item[1]), reverse=True)

@@ -100,8 +100,11 @@ def reference(home):
     return result.metrics()
 
 
-@pytest.mark.parametrize("records", ["records.safetensors", "records.jsonl"])
-@pytest.mark.parametrize("engine", ["engine", "run/iter_0000003"], ids=["directory", "older-checkpoint"])
+@pytest.mark.parametrize(
+    ("engine", "records"),
+    [("engine", "records.safetensors"), ("run/iter_0000003", "records.jsonl")],
+    ids=["directory", "older-checkpoint"],
+)
 def test_the_parts_are_those_of_autograd_through_transformers(home, capsys, engine, records):
     folder, _ = home
     words = ["--load", folder / "run", "--engine-weights", folder / engine, "--attribution-nodes=2"]
@@ -143,7 +146,7 @@ def stale_server(home):
     weights = {name: weight.detach().bfloat16() for name, weight in model_of(folder / "trainer").named_parameters()}
     weights[STALE] = model_of(folder / "engine").get_parameter(STALE).detach().bfloat16()
     with running(kind=ReadableServer) as server:
-        server.held = weights
+        server.weights = weights
         yield server
 
 
@@ -158,9 +161,6 @@ def test_a_servers_stale_projection_is_all_of_the_excess(home, stale_server, cap
     (name,) = excess
     assert metrics["parts"][name] == pytest.approx(excess[name], rel=0.05), "its rounding is the rest of its part"
     assert metrics["parts"][name] != excess[name]
-
-    assert code_of(command.main, *words, folder / "records.jsonl") == 0
-    assert "largest excess" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_the_text_names_layers_and_largest_parts(home, capsys):
     assert "decoder.layers." in text
 
 
-@pytest.mark.parametrize(("engine", "is_noted"), [("run/iter_0000003", False), ("run", True), ("engine", False)])
+@pytest.mark.parametrize(("engine", "is_noted"), [("run/iter_0000003", False), ("run", True)])
 def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
     folder, _ = home
     words = ["--load", folder / "run", "--engine-weights", folder / engine]
@@ -196,6 +196,7 @@ def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
         (["--load=nowhere", "--rollout-dtype=int8", "records.jsonl"], 2, "nowhere"),
         (["--load=run", "records.jsonl"], 2, "--engine-weights"),
         (["--load=run", "--rollout-url=http://h:1", "records.jsonl"], 2, "--rollout-engine"),
+        (["--load=run", "--rollout-dtype=bf16", "--rollout-engine=vllm-server", "a"], 2, "--rollout-url"),
         (["--load=run", "--rollout-url=h", "--rollout-engine=sglang-server", "records.jsonl"], 2, "'h'"),
         (
             ["--load=run", "--engine-weights=run", "--rollout-url=http://h:1", "--rollout-engine=vllm-server", "a"],

@@ -30,7 +30,7 @@ def joined_as_vllm(weights):
 
 
 class ReadableServer(Server):
-    """A server that has ``held``, weights by Hugging Face name.
+    """A server that has weights, by Hugging Face name.
 
     Attributes:
         settings: SGLang's settings.
@@ -39,7 +39,7 @@ class ReadableServer(Server):
 
     def __init__(self, port=0):
         super().__init__(port)
-        self.held = {}
+        self.weights = {}
         self.settings = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "quantization": None}
         self.file_name = "model-rank-0-part-0.safetensors"
 
@@ -48,8 +48,8 @@ class ReadableServer(Server):
             case "/get_server_info":
                 return self.settings
             case "/get_weights_by_name":
-                return self.held[body["name"]].float().tolist()[: body["truncate_size"]]
+                return self.weights[body["name"]].float().tolist()[: body["truncate_size"]]
             case "/collective_rpc" if body["method"] == "save_sharded_state":
                 if self.file_name:
-                    save_file(joined_as_vllm(self.held), Path(body["kwargs"]["path"]) / self.file_name)
+                    save_file(joined_as_vllm(self.weights), Path(body["kwargs"]["path"]) / self.file_name)
         return super().answer(path, body)

@@ -33,7 +33,7 @@ def make_weights(*, tied=False):
 @pytest.fixture
 def server():
     with running(kind=ReadableServer) as started:
-        started.held = make_weights()
+        started.weights = make_weights()
         yield started
 
 
@@ -42,30 +42,30 @@ def shapes_of(weights):
 
 
 def read(engine, server, shapes=None):
-    return dict(read_back(engine, server.url, shapes or shapes_of(server.held)))
+    return dict(read_back(engine, server.url, shapes or shapes_of(server.weights)))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_weights_are_the_servers(server, engine, tied):
-    server.held = make_weights(tied=tied)
+    server.weights = make_weights(tied=tied)
     weights = read(engine, server)
-    assert weights.keys() == server.held.keys()
+    assert weights.keys() == server.weights.keys()
     for name, weight in weights.items():
         assert weight.dtype == torch.float32
-        assert torch.equal(weight, server.held[name].float()), name
+        assert torch.equal(weight, server.weights[name].float()), name
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_another_model_is_refused(server, engine):
-    shapes = shapes_of(server.held)
+    shapes = shapes_of(server.weights)
     name = "model.layers.1.mlp.down_proj.weight"
     with pytest.raises(EngineError, match=rf"{name} is \(16, 24\), expected \(16, 48\)"):
         read(engine, server, shapes | {name: (16, 48)})
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("tp_size", 2), ("dp_size", 4), ("quantization", "fp8")], ids=["tp", "dp", "quantized"]
+    ("setting", "value"), [("tp_size", 2), ("pp_size", 2), ("dp_size", 4), ("quantization", "fp8")]
 )
 def test_shards_and_quantised_weights_of_sglang_are_refused(server, setting, value):
     server.settings[setting] = value
@@ -92,15 +92,15 @@ def test_files_that_are_not_the_whole_model_are_refused(server, file_name, match
 
 def test_weights_that_vllm_quantised_are_refused(server):
     name = "model.layers.0.self_attn.o_proj.weight"
-    shapes = shapes_of(server.held)
-    server.held[name] = server.held[name].to(torch.float8_e4m3fn)
+    shapes = shapes_of(server.weights)
+    server.weights[name] = server.weights[name].to(torch.float8_e4m3fn)
     with pytest.raises(EngineError, match=rf"{name} to float8_e4m3fn"):
         read("vllm-server", server, shapes)
 
 
 def test_layers_that_vllm_stores_otherwise_are_refused(server):
-    shapes = shapes_of(server.held)
+    shapes = shapes_of(server.weights)
     name = "model.layers.0.mlp.down_proj.weight"
-    del server.held[name]
+    del server.weights[name]
     with pytest.raises(EngineError, match=rf"no {name}: .*CPU"):
         read("vllm-server", server, shapes)

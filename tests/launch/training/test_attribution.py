@@ -5,6 +5,7 @@ weights. The engine's log-probs have noise of their own, as kernels would make i
 differences that the weights make.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rc.attribution import attribute, megatron, megatron_shards
+from megatron_rc.attribution import Attribution, attribute, megatron, megatron_shards
 from megatron_rc.attribution.names import model_order
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.launch.training.test_one_pass import in_float64
@@ -87,7 +88,7 @@ RUNS = [
     Run(Layout(cp=2)),
     Run(Layout(dp=2), packed=True),
     Run(Layout(dp=2), flags=OVERLAPPED, is_exact=False),
-    Run(Layout(tp=2, pp=2, dp=2), flags=DISTRIBUTED, is_exact=False, packed=True),
+    Run(Layout(tp=2, dp=2), flags=DISTRIBUTED, is_exact=False, packed=True),
     Run(Layout(dp=2, ep=2), has_experts=True),
     Run(Layout(tp=2, dp=2, ep=2, sp=True), has_experts=True, packed=True),
 ]
@@ -97,6 +98,14 @@ REDUCED = [
     Run(Layout(dp=2), flags=DISTRIBUTED, is_exact=False, is_reduced=True),
     Run(Layout(pp=2, dp=2, ep=2), flags=DISTRIBUTED, is_exact=False, has_experts=True, is_reduced=True),
 ]
+
+
+# Functions of the library that are replaced, with the value that they return then.
+WRONG = {
+    "copies of norms counted on every TP rank": (RUNS[1], "_is_first_of_tensor_copies", True),
+    "partial gradients of norms counted on one": (RUNS[2], "_is_partial_over_tensor_ranks", False),
+    "reduced gradients counted on every replica": (REDUCED[1], "_whole_on_first_replica", None),
+}
 
 
 @functools.cache
@@ -179,24 +188,48 @@ def loaded_trainer(run, folder, data, weights):
     return trainer, batch, cut, trainer.score(cut)
 
 
+@dataclasses.dataclass
+class Attributed:
+    """What one rank brings back.
+
+    Attributes:
+        result: the attribution.
+        is_restored: the weights have their bits back.
+        gradients: largest gradient that is left.
+        wrong: attributions with each fault of the run in ``WRONG``.
+    """
+
+    result: Attribution
+    is_restored: bool
+    gradients: float
+    wrong: dict[str, Attribution]
+
+
 def attributed(run, folder, data, weights, engine):
-    """The attribution on this rank, and what is left behind of it."""
-    if run.is_exact:
-        with in_float64():
-            return attributed(dataclasses.replace(run, is_exact=False), folder, data, weights, engine)
+    """Attribute a batch on this rank."""
+    with in_float64() if run.is_exact else contextlib.nullcontext():
+        trainer, _, cut, train = loaded_trainer(run, folder, data, weights)
+        before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+        shards = engine_shards(trainer, engine)
+        attribute_once = attributed_in_own_loop if run.is_reduced else attributed_by_launcher
+        result = attribute_once(trainer, cut, train, shards)
+        after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+        is_restored = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        gradients = max(float(parameter.main_grad.abs().max()) for parameter in after)
+
+        wrong = {}
+        for fault, (run_of_fault, name, value) in WRONG.items():
+            if run_of_fault == run:
+                with mock.patch.object(megatron, name, return_value=value):
+                    wrong[fault] = attribute_once(trainer, cut, train, shards)
+        return Attributed(result, is_restored, gradients, wrong)
+
+
+def attributed_by_launcher(trainer, cut, train, shards):
+    """The attribution that a run makes."""
     from megatron_rc.launch.training.attribution import attribute_batch
 
-    trainer, _, cut, train = loaded_trainer(run, folder, data, weights)
-    before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
-    shards = engine_shards(trainer, engine)
-    if run.is_reduced:
-        result = attributed_in_own_loop(trainer, cut, train, shards)
-    else:
-        result = attribute_batch(trainer.model, trainer.passes, cut, train, shards, check=True)
-    after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
-    is_restored = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    gradients = max(float(parameter.main_grad.abs().max()) for parameter in after)
-    return result, is_restored, gradients
+    return attribute_batch(trainer.model, trainer.passes, cut, train, shards, check=True)
 
 
 def attributed_in_own_loop(trainer, cut, train, shards):
@@ -266,12 +299,12 @@ def assert_parts(result, parts, measured, of_weights, tolerance):
 
 @pytest.mark.parametrize("run", [*RUNS, *REDUCED], ids=str)
 def test_parts_are_the_references_in_every_layout(attributions, run):
-    alone = attributions(dataclasses.replace(SINGLE, has_experts=run.has_experts))[0][0]
-    for result, is_restored, gradients in attributions(run):
-        assert is_restored
-        assert gradients == 0
-        assert_parts(result, *expected(run.has_experts), max(run.tolerance, TO_REFERENCE))
-        assert_parts(result, alone.parts, alone.measured, alone.of_weights, run.tolerance)
+    alone = attributions(dataclasses.replace(SINGLE, has_experts=run.has_experts))[0].result
+    for of_rank in attributions(run):
+        assert of_rank.is_restored
+        assert of_rank.gradients == 0
+        assert_parts(of_rank.result, *expected(run.has_experts), max(run.tolerance, TO_REFERENCE))
+        assert_parts(of_rank.result, alone.parts, alone.measured, alone.of_weights, run.tolerance)
 
 
 def test_the_case_is_not_vacuous():
@@ -286,15 +319,14 @@ def test_the_case_is_not_vacuous():
         assert (sum(parts.values()) == pytest.approx(of_weights, abs=0.01 * size)) != has_experts
 
 
-WRONG = {
-    "copies of norms counted on every TP rank": (Run(Layout(tp=2)), "_is_first_of_tensor_copies", True),
-    "partial gradients of norms counted on one": (Run(Layout(tp=2, sp=True)), "_is_partial_over_tensor_ranks", False),
-    "reduced gradients counted on every replica": (
-        Run(Layout(dp=2), is_reduced=True),
-        "_whole_on_first_replica",
-        None,
-    ),
-}
+@pytest.mark.parametrize("fault", WRONG)
+def test_counting_twice_or_not_at_all_is_seen(attributions, fault):
+    run = WRONG[fault][0]
+    with pytest.raises(AssertionError):
+        assert_parts(attributions(run)[0].wrong[fault], *expected(run.has_experts), 1e-3)
+
+
+# Models that the reference has not
 
 
 def attributed_without_gate(*args):
@@ -302,27 +334,31 @@ def attributed_without_gate(*args):
         return attributed(*args)
 
 
-def attributed_wrongly(name, value, *args):
-    with mock.patch.object(megatron, name, return_value=value):
-        return attributed(*args)
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_counting_twice_or_not_at_all_is_seen(ranks, tmp_path, fault):
-    run, name, value = WRONG[fault]
-    results = ranks.run(
-        attributed_wrongly, run.layout, name, value, run, tmp_path, make_data(), *both_weights(run.has_experts)
-    )
-    with pytest.raises(AssertionError):
-        assert_parts(results[0][0], *expected(run.has_experts), 1e-3)
-
-
-# Models that the reference has not
-
-
 def shapes_of_weights(run, folder):
     trainer = make_trainer(run.words(folder))
     return {name: parameter.shape for name, parameter in training_cases.named(trainer.chunks)}
+
+
+def attributed_with(model):
+    """The function that attributes a batch of a model, whose MLP may have no gate."""
+    return attributed if "--swiglu" in model else attributed_without_gate
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory):
+    """Data and weights of a model, and their attribution on one rank; each is made once."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    def on_one_rank(model):
+        run = Run(SINGLE.layout, model=model)
+        (shapes,) = ranks.run(shapes_of_weights, run.layout, run, folder)
+        generator = torch.Generator().manual_seed(3)
+        weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        inputs = make_data(), weights, training_oracle.moved(weights, 4, 0.02)
+        (single,) = ranks.run(attributed_with(model), run.layout, run, folder, *inputs)
+        return inputs, single.result
+
+    return functools.cache(on_one_rank)
 
 
 @pytest.mark.parametrize(
@@ -330,17 +366,11 @@ def shapes_of_weights(run, folder):
     [(OTHER_LLAMA, Layout(tp=2)), (OTHER_LLAMA, Layout(pp=2)), (tuple(GPT2), Layout(tp=2, sp=True))],
     ids=["qk-norms-tp2", "untied-pp2", "biases-tp2-sp"],
 )
-def test_biases_norms_of_heads_and_an_untied_head(ranks, tmp_path, model, layout):
-    alone, spread = (Run(each, model=model) for each in (SINGLE.layout, layout))
-    (shapes,) = ranks.run(shapes_of_weights, alone.layout, alone, tmp_path)
-    generator = torch.Generator().manual_seed(3)
-    weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    given = make_data(), weights, training_oracle.moved(weights, 4, 0.02)
-    function = attributed if "--swiglu" in model else attributed_without_gate
-    (single,), results = (ranks.run(function, run.layout, run, tmp_path, *given) for run in (alone, spread))
-    for result, *_ in results:
-        assert_parts(result, single[0].parts, single[0].measured, single[0].of_weights, IN_FLOAT64)
-        assert min(abs(part) for part in result.parts.values()) > 0
+def test_biases_norms_of_heads_and_an_untied_head(ranks, tmp_path, alone, model, layout):
+    inputs, single = alone(model)
+    for of_rank in ranks.run(attributed_with(model), layout, Run(layout, model=model), tmp_path, *inputs):
+        assert_parts(of_rank.result, single.parts, single.measured, single.of_weights, IN_FLOAT64)
+        assert min(abs(part) for part in of_rank.result.parts.values()) > 0
 
 
 # What the pass leaves behind
@@ -363,10 +393,10 @@ def gradients_before_and_after(run, folder, data, weights, engine):
     return passes
 
 
-@pytest.mark.parametrize("flags", [(), OVERLAPPED], ids=["plain", "overlapped"])
-def test_the_next_step_is_as_without_it(ranks, tmp_path, flags):
+def test_the_next_step_is_as_without_it(ranks, tmp_path):
+    """``test_attribution_runs.py`` has the distributed optimizer with overlapped reductions."""
     accepting = ("--rollout-rs-threshold=0.001_1000,100", "--grpo-kl-beta=0")
-    run = Run(Layout(dp=2, ep=2), has_experts=True, flags=(*flags, *accepting))
+    run = Run(Layout(dp=2, ep=2), has_experts=True, flags=accepting)
     for passes in ranks.run(
         gradients_before_and_after, run.layout, run, tmp_path, make_data(), *both_weights(run.has_experts)
     ):

@@ -1,5 +1,7 @@
 """Runs with ``--attribution-interval``: the engine's rounding explains the mismatch, and the steps are the same."""
 
+import functools
+
 import pytest
 
 from tests.support.ranks import Layout
@@ -14,10 +16,26 @@ EXPERTS = [*LLAMA, "--num-experts=8", "--moe-ffn-hidden-size=24", "--untie-embed
 EXPERTS += ["--qk-layernorm", "--kv-channels=16"]
 
 
+EXPERT_PARALLEL = Layout(dp=2, ep=2)
+REPLAYED = ["--moe-enable-routing-replay", "--moe-token-dispatcher-type=alltoall", "--moe-aux-loss-coeff=0.1"]
+REPLAYED += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--grpo-kl-beta=0"]
+
+
 def steps_of(ranks, folder, layout, model, *more):
     words = flags(folder, *RUN, *more, *layout.flags(), model=model)
     assert set(ranks.run(run_training, layout, words)) == {None}
     return rows(folder)
+
+
+@pytest.fixture(scope="module")
+def attributed_runs(ranks, tmp_path_factory):
+    """The folder and the metrics of a run with attribution; each run is made once."""
+
+    def run(layout, model, more):
+        folder = tmp_path_factory.mktemp("attributed")
+        return folder, steps_of(ranks, folder, layout, model, *more, *ATTRIBUTED)
+
+    return functools.cache(run)
 
 
 @pytest.mark.parametrize(
@@ -25,13 +43,13 @@ def steps_of(ranks, folder, layout, model, *more):
     [
         (Layout(tp=2, pp=2), LLAMA, ["--rl-use-sequence-packing"]),
         (Layout(dp=2), LLAMA, ["--use-distributed-optimizer", "--bypass-mode", "--loss-type=reinforce"]),
-        (Layout(dp=2, ep=2), EXPERTS, ["--moe-enable-routing-replay", "--moe-token-dispatcher-type=alltoall"]),
+        (EXPERT_PARALLEL, EXPERTS, REPLAYED),
     ],
     ids=["tp2-pp2-packed", "dp2-distributed-bypass", "ep2-replay"],
 )
-def test_a_rounded_engines_mismatch_is_in_its_weights(ranks, tmp_path, layout, model, more):
-    found = steps_of(ranks, tmp_path, layout, model, *more, *ATTRIBUTED)
-    assert (tmp_path / "run" / "attribution.png").read_bytes().startswith(b"\x89PNG")
+def test_a_rounded_engines_mismatch_is_in_its_weights(attributed_runs, layout, model, more):
+    folder, found = attributed_runs(layout, tuple(model), tuple(more))
+    assert (folder / "run" / "attribution.png").read_bytes().startswith(b"\x89PNG")
     shares = [{name: value for name, value in row.items() if name.startswith("attribution/")} for row in found]
 
     # Steps 1 and 3 begin at a multiple of the interval.
@@ -46,18 +64,10 @@ def test_a_rounded_engines_mismatch_is_in_its_weights(ranks, tmp_path, layout, m
         assert ("attribution/experts" in each) == (model is EXPERTS)
 
 
-def test_the_steps_are_those_of_a_run_without_it(ranks, tmp_path):
-    """Also if a later step gathers the weights, and routers have losses and a bias."""
-    more = [
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--moe-aux-loss-coeff=0.1",
-    ]
-    more += ["--moe-token-dispatcher-type=alltoall", "--grpo-kl-beta=0"]
-    layout = Layout(dp=2, ep=2)
-    found = steps_of(ranks, tmp_path / "attributed", layout, EXPERTS, *more, *ATTRIBUTED)
-    without = steps_of(ranks, tmp_path / "plain", layout, EXPERTS, *more)
+def test_the_steps_are_those_of_a_run_without_it(ranks, tmp_path, attributed_runs):
+    """Also if a later step gathers the weights, routers have losses, and their experts are replayed."""
+    _, found = attributed_runs(EXPERT_PARALLEL, tuple(EXPERTS), tuple(REPLAYED))
+    without = steps_of(ranks, tmp_path, EXPERT_PARALLEL, EXPERTS, *REPLAYED)
     for row, other in zip(found, without, strict=True):
         for name in other:
             if not name.startswith(("perf/", "time", "machine/")):
