@@ -88,6 +88,8 @@ def read_bridged(folder: str | Path) -> Flags:
         "weights-bridge": BRIDGE,
         "transformer-impl": "transformer_engine",
         "group-query-attention": "true",
+        # Megatron-Bridge's conversions need embeddings without padding.
+        "make-vocab-size-divisible-by": "1",
         # In the run's memory estimate; the provider's own embedding is used.
         "position-embedding-type": "rope",
     }
@@ -111,11 +113,7 @@ def bridged_transformer(config: RunConfig, fields: dict[str, Any]) -> Any:
     ``fields``: how the layers are distributed and computed, by name.
     """
     provider = auto_bridge(str(config.checkpoints.load_hf)).to_megatron_provider(load_weights=False)
-    vocabulary = {
-        "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
-        "should_pad_vocab": True,
-    }
-    for name, value in (fields | _OF_A_POLICY | vocabulary).items():
+    for name, value in (fields | _OF_A_POLICY).items():
         setattr(provider, name, value)
     provider.finalize()
     return provider

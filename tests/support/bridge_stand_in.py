@@ -32,7 +32,6 @@ class Provider(TransformerConfig):
     seq_length: int = 0
     rotary_base: int = 10000
     share_embeddings_and_output_weights: bool = True
-    make_vocab_size_divisible_by: int = 128
     should_pad_vocab: bool = False
 
     def __post_init__(self):
@@ -43,9 +42,8 @@ class Provider(TransformerConfig):
         super().__post_init__()
 
     def provide(self, pre_process, post_process, vp_stage):
-        """One model, with a vocabulary that is padded as Megatron pads it."""
-        assert self.should_pad_vocab
-        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        """One model, without padding of its vocabulary."""
+        assert not self.should_pad_vocab
         block = get_gpt_decoder_block_spec(self, use_transformer_engine=False, normalization="RMSNorm")
         for spec in block.layer_specs:
             use_local_layers(spec.submodules, self)
@@ -53,7 +51,7 @@ class Provider(TransformerConfig):
         return GPTModel(
             config=self,
             transformer_layer_spec=block,
-            vocab_size=-(-self.vocab_size // multiple) * multiple,
+            vocab_size=self.vocab_size,
             max_sequence_length=self.seq_length,
             pre_process=pre_process,
             post_process=post_process,

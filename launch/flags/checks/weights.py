@@ -134,6 +134,12 @@ def _check_megatron_bridge(config: RunConfig) -> None:
     elif config.engine.rollout_weight_transfer != "files":
         way = config.typed("rollout_weight_transfer")
         reason = f"collects all weights on one rank, with {way} each stage sends its own: use files"
+    elif config.model.padded_vocab_size != config.model.vocab_size:
+        tp = config.parallel.tensor_model_parallel_size
+        reason = (
+            f"converts no padded vocabulary: give a --tensor-model-parallel-size that divides the "
+            f"{config.model.vocab_size} tokens, not {tp}"
+        )
     if reason:
         raise ConfigurationError(f"{config.typed('weights_bridge')} {reason}")
 

@@ -19,6 +19,7 @@ from tests.support.published_models import GATED, MODELS, changed, save_random, 
 from tests.support.ranks import Layout
 from tests.support.recorded_training import recorded_batch, run_config
 
+UNPADDED = ["--make-vocab-size-divisible-by=1"]
 OTHER = {"model_type": "mystery", "architectures": [ARCHITECTURE]}
 
 
@@ -63,6 +64,10 @@ def test_flags_are_those_of_the_provider(folder, tmp_path, installed):
     [
         ({}, "makes Transformer Engine's layers"),
         ({"model": {"transformer_impl": "transformer_engine", "kind": "hybrid"}}, "drop --model hybrid"),
+        (
+            {"model": {"transformer_impl": "transformer_engine", "padded_vocab_size": 32}},
+            "divides the 30 tokens, not 1",
+        ),
         ({"checkpoints": {"load_hf": None}}, "is for a --load-hf whose model_type no table here has"),
     ],
 )
@@ -104,7 +109,7 @@ def test_weights_come_and_go(ranks, folder, tmp_path, layout):
     other = changed(folder, tmp_path, OTHER)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.layers.4.mtp.weight": torch.ones(2)}, other / "model.safetensors")
-    found = ranks.run(through_the_bridge, layout, words_of(folder, layout), other)
+    found = ranks.run(through_the_bridge, layout, [*words_of(folder, layout), *UNPADDED], other)
     with torch.no_grad():
         expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(recorded_batch(0).tokens).logits
     logits = torch.cat([shard for shard, _ in found], dim=-1)[..., : GATED["vocab_size"]]
@@ -126,7 +131,7 @@ def test_a_missing_tensor_is_named_before_the_bridge_begins(ranks, folder, tmp_p
     weights = load_file(folder / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, other / "model.safetensors")
-    ranks.run(load_partial, Layout(), words_of(folder, Layout()), other)
+    ranks.run(load_partial, Layout(), [*words_of(folder, Layout()), *UNPADDED], other)
 
 
 def test_the_directory_describes_an_export(folder):
