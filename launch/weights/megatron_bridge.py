@@ -6,6 +6,7 @@ says which model it is; the run's flags add how it is distributed and computed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -73,17 +74,31 @@ def auto_bridge(folder: str) -> Any:
     """Megatron-Bridge's ``AutoBridge`` of a directory; ConfigurationError if it does not know the architecture."""
     from megatron.bridge import AutoBridge
 
-    try:
+    with _its_errors(folder):
         return AutoBridge.from_hf_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+
+
+def provider_of(folder: str) -> Any:
+    """A new provider of a directory's model; ConfigurationError if Megatron-Bridge cannot read its ``config.json``."""
+    bridge = auto_bridge(folder)
+    with _its_errors(folder):
+        return bridge.to_megatron_provider(load_weights=False)
+
+
+@contextlib.contextmanager
+def _its_errors(folder: str) -> Iterator[None]:
+    """Make a sentence of the errors by which Megatron-Bridge refuses an architecture or an entry."""
+    try:
+        yield
+    except (AttributeError, KeyError, NotImplementedError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"--load-hf {folder}: Megatron-Bridge does not read this model ({one_line(error)})"
+            f"--load-hf {folder}: Megatron-Bridge does not read this model ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 
 def read_bridged(folder: str | Path) -> Flags:
     """Flags of a model that no table here has, by Megatron-Bridge's provider; ConfigurationError if it has none."""
-    provider = auto_bridge(str(folder)).to_megatron_provider(load_weights=False)
+    provider = provider_of(str(folder))
     flags: Flags = {
         "weights-bridge": BRIDGE,
         "transformer-impl": "transformer_engine",
@@ -112,7 +127,7 @@ def bridged_transformer(config: RunConfig, fields: dict[str, Any]) -> Any:
 
     ``fields``: how the layers are distributed and computed, by name.
     """
-    provider = auto_bridge(str(config.checkpoints.load_hf)).to_megatron_provider(load_weights=False)
+    provider = provider_of(str(config.checkpoints.load_hf))
     for name, value in (fields | _OF_A_POLICY).items():
         setattr(provider, name, value)
     provider.finalize()
