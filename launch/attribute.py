@@ -234,12 +234,11 @@ def _engine_of(folder: Path, config: RunConfig, groups: ParallelGroups) -> tuple
 
 def _chunk_of(checkpoint: Path | None, config: RunConfig) -> ModelChunk:
     """Return the whole model on the CPU, with a checkpoint's weights, or with random ones if it is None."""
-    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
-    from megatron_rc.launch.training.models.build import build_chunks
+    from megatron_rc.launch.training.models.build import build_chunks, transformer_config
     from megatron_rc.launch.weights.named_weights import named_weights
 
-    (chunk,) = build_chunks(config, build_transformer_config(config))
+    (chunk,) = build_chunks(config, transformer_config(config))
     if checkpoint is not None:
         stored = CheckpointParameters(chunk, checkpoint)
         for name, weight in named_weights(chunk).items():

@@ -18,7 +18,7 @@ from megatron_rc.launch.engines.vllm_args import read_engine_args
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
 from megatron_rc.launch.tasks import Text
-from megatron_rc.launch.weights.families import family_of
+from megatron_rc.launch.weights.converter import described_model
 
 if TYPE_CHECKING:
     from megatron_rc.launch.engines.http_client import HttpClient
@@ -62,7 +62,7 @@ class EngineKind:
 
 def make_engine(config: RunConfig, text: Text, replica: int) -> RolloutEngine:
     """Make the engine of one data-parallel replica, on its first rank."""
-    model = family_of(config).hugging_face_config(config)
+    model = described_model(config)
     return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, text, replica))
 
 
@@ -190,7 +190,7 @@ def served_model(config: RunConfig, text: Text, replica: int) -> ModelDirectory:
     """The description of the model that a replica's engine has."""
     from megatron_rc.launch.engines.model_directory import ModelDirectory
 
-    model = family_of(config).hugging_face_config(config)
+    model = described_model(config)
     return ModelDirectory(
         _replica_folder(str(config.engine.rollout_weights_dir), replica), model, text.ends.eos_token_id
     )

@@ -13,6 +13,7 @@ from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import MegatronSection, ParallelSection
 from megatron_rc.launch.run_config.options import Section, as_typed, options_of
+from megatron_rc.launch.weights.megatron_bridge import BRIDGE
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -26,6 +27,8 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
 
     ``sections`` has the stored fields of each section; ``where`` is the name of the file, for errors.
     """
+    if (sections.get("checkpoints") or {}).get("weights_bridge") == BRIDGE:
+        raise ConfigurationError(f"{where}: Megatron-Bridge made this model: give --save-hf to a run that --loads it")
     made: dict[str, Any] = {}
     for name, section, is_optional in sections_of(RunConfig):
         stored = sections.get(name)

@@ -24,6 +24,29 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Megatron's config of the layers and of their distribution over the ranks."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    fields = values_of(config.transformer) | {"activation_func": _activation(config)}
+    del fields["group_query_attention"]
+    if config.transformer.no_rope_freq is not None:
+        fields["no_rope_freq"] = number_or_pattern(config.transformer.no_rope_freq)
+    if config.experts:
+        fields |= values_of(config.experts)
+        fields["moe_layer_freq"] = number_or_pattern(config.experts.moe_layer_freq)
+    kind = TransformerConfig
+    if config.latent:
+        fields |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
+        kind = MLATransformerConfig
+    transformer = kind(**(fields | distribution_fields(config)))
+    if config.yarn is not None:
+        # GPTModel reads these attributes, which the dataclass does not declare.
+        for name, value in config.yarn.attributes.items():
+            setattr(transformer, name, value)
+    return transformer
+
+
+def distribution_fields(config: RunConfig) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig`` for how layers are distributed and computed, and the given fields."""
+    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
     given_fields = config.megatron.values_for(TransformerConfig)
@@ -33,7 +56,6 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
     overlaps = interleaved and given_fields.get("overlap_p2p_comm", True)
     launcher_fields = {
-        "activation_func": _activation(config),
         "use_cpu_initialization": on_cpu,
         "params_dtype": config.dtype,
         "pipeline_dtype": config.dtype,
@@ -46,24 +68,9 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fixed: dict[str, Any] = {"overlap_p2p_comm": overlaps}
     if config.model.is_hybrid:
         fixed |= _of_pattern(config)
-    sections = values_of(config.parallel) | values_of(config.transformer) | values_of(config.compute)
-    if config.experts:
-        pattern = {"moe_layer_freq": number_or_pattern(config.experts.moe_layer_freq)}
-        sections |= values_of(config.experts) | pattern
-    kind = TransformerConfig
-    if config.latent:
-        sections |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
-        kind = MLATransformerConfig
-    for flag_alone in ("group_query_attention", "num_layers_per_virtual_pipeline_stage"):
-        del sections[flag_alone]
-    if config.transformer.no_rope_freq is not None:
-        sections["no_rope_freq"] = number_or_pattern(config.transformer.no_rope_freq)
-    transformer = kind(**(sections | launcher_fields | given_fields | fixed))
-    if config.yarn is not None:
-        # GPTModel reads these attributes, which the dataclass does not declare.
-        for name, value in config.yarn.attributes.items():
-            setattr(transformer, name, value)
-    return transformer
+    sections = values_of(config.parallel) | values_of(config.compute)
+    del sections["num_layers_per_virtual_pipeline_stage"]
+    return sections | launcher_fields | given_fields | fixed
 
 
 def _of_pattern(config: RunConfig) -> dict[str, Any]:

@@ -234,9 +234,9 @@ class CheckpointSection(Section):
         "start from random weights and, without --tokenizer-model, with one token a character; a checkpoint of --load "
         "is resumed all the same"
     )
-    weights_bridge: Literal["mbridge", "none"] = option(
+    weights_bridge: Literal["mbridge", "megatron-bridge", "none"] = option(
         "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
-        "a GPU if it is installed and knows the model, else none"
+        "a GPU if it is installed and knows the model, megatron-bridge for a --load-hf that no table has, else none"
     )
     ckpt_step: int | None = option("step of the checkpoint of --load; default: the newest")
     finetune: bool = option("take only the weights of --load, and start at step 0")

@@ -19,9 +19,8 @@ from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.tasks.text import HuggingFaceText
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.launch.transformers4 import add_earlier_entries
-from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
-from megatron_rc.launch.weights.converter import export_model
+from megatron_rc.launch.weights.converter import described_model, export_model
 from megatron_rc.launch.weights.safetensors_files import SHARD_BYTES, write_tensors
 
 GENERATION = "generation_config.json"
@@ -93,10 +92,7 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
     """Write everything but the weights, and return the ``transformers`` config."""
     from transformers import GenerationConfig
 
-    family = find_family(config)
-    if family is None:
-        raise ValueError("--save-hf: no Hugging Face architecture here has the settings of this model")
-    described = family.hugging_face_config(config)
+    described = described_model(config)
     tokens = _special_tokens(config, text)
     for name, token in tokens.items():
         setattr(described, name, token)

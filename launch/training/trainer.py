@@ -20,7 +20,6 @@ from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.run_config.passes import is_one_pass
 from megatron_rc.launch.training.attribution import attribute_batch, rounded_weights
 from megatron_rc.launch.training.batches.advantages import Advantages, Estimated, Scores
@@ -34,7 +33,7 @@ from megatron_rc.launch.training.checks.batch_check import BatchCheck
 from megatron_rc.launch.training.checks.replay_check import ReplayCheck
 from megatron_rc.launch.training.checks.step_checks import LeftOut, StepChecks, telling_bad_steps
 from megatron_rc.launch.training.critic import Critic, PreparedValues
-from megatron_rc.launch.training.models.build import build_chunks
+from megatron_rc.launch.training.models.build import build_chunks, transformer_config
 from megatron_rc.launch.training.models.offload import Offload, tensors_of_optimizer
 from megatron_rc.launch.training.models.passes import ModelPasses, Scoring
 from megatron_rc.launch.training.models.routing_replay import RoutingReplay
@@ -79,7 +78,7 @@ class Trainer(TrainedModel):
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.config = config
         self.groups = groups
-        transformer = build_transformer_config(config)
+        transformer = transformer_config(config)
         chunks = build_chunks(config, transformer)
         if config.checkpoints.load_hf:
             start_from(config.checkpoints.load_hf, "--load-hf", config, groups, chunks)

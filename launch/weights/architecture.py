@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.weights.entries import Flags, UnknownFeatureError
-from megatron_rc.launch.weights.families import ALIASES, FAMILIES
+from megatron_rc.launch.weights.families import ALIASES, FAMILIES, NOT_IN_TABLES
+from megatron_rc.launch.weights.megatron_bridge import is_installed, read_bridged
 from megatron_rc.launch.weights.rotary import contradiction
 
 _log = logging.getLogger("megatron_rc")
@@ -36,10 +37,13 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     if isinstance(kind, str):
         kind = ALIASES.get(kind, kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
+        if isinstance(kind, str) and is_installed():
+            return read_bridged(folder)
         known = ", ".join(sorted({*FAMILIES, *ALIASES}))
+        reason = f" ({NOT_IN_TABLES[kind]})" if kind in NOT_IN_TABLES else ""
         raise ConfigurationError(
-            f"{name} {folder}: model_type {kind!r} is not known; known are {known}, with or without a bridge: use a "
-            "model of these, or add a family (docs/models.md)"
+            f"{name} {folder}: model_type {kind!r} is not known{reason}; known are {known}: use a model of these, or "
+            "Megatron-Bridge with Transformer Engine on a GPU (docs/models.md)"
         )
     try:
         flags = FAMILIES[kind].read(config)

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import WeightFiles, open_weights
+from megatron_rc.launch.weights.megatron_bridge import is_bridged
 from megatron_rc.launch.weights.units import names_of, units_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -37,6 +38,8 @@ def check_contents(
     Raises:
         ValueError: the files cannot be opened, the output layer is missing, or it contradicts tied embeddings.
     """
+    if is_bridged(config):  # loading compares the names with those that Megatron-Bridge reads
+        return
     if not groups.is_first_of_replica or group_rank(groups.dp) != 0:
         return
     with open_weights(folder) as files:

@@ -1,6 +1,6 @@
-"""Conversion of a run's weights by our own tables or by mbridge, as ``--weights-bridge`` says.
+"""Conversion of a run's weights by our own tables, mbridge or Megatron-Bridge, as ``--weights-bridge`` says.
 
-mbridge knows Transformer Engine's layers only.
+mbridge knows Transformer Engine's layers only. Megatron-Bridge makes the layers too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,31 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empt
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.load import load_weights, open_weights
+from megatron_rc.launch.weights.megatron_bridge import (
+    described_by_directory,
+    export_bridged,
+    is_bridged,
+    load_bridged,
+)
 from megatron_rc.launch.weights.units import ExpertGroups, names_of, units_of
 from megatron_rc.parallel.groups import ParallelGroups
 
 MBRIDGE = "mbridge"
 
 
+def described_model(config: RunConfig) -> Any:
+    """The ``transformers`` config of a run's model."""
+    if is_bridged(config):
+        return described_by_directory(config)
+    return family_of(config).hugging_face_config(config)
+
+
 def export_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
+    if is_bridged(config):
+        return export_bridged(chunks, config, groups)
     if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
     return export_weights(chunks, config, groups, ExpertGroups.of_megatron())
@@ -36,6 +51,9 @@ def load_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, folder: str | Path
 ) -> None:
     """Load this rank's weights from a Hugging Face directory. See :func:`load_weights`."""
+    if is_bridged(config):
+        load_bridged(chunks, config, groups, folder)
+        return
     if config.checkpoints.weights_bridge == MBRIDGE:
         bridge_load(chunks, config, folder)
         return

@@ -9,6 +9,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, as_word
 
 _PART = "partial_rotary_factor"
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Kinds of scaling that the plain attention of GPTModel has.
 _KINDS = ("llama3", "linear", "dynamic", "yarn")
 # GPTModel's RoPE scaling has these constants; only its factor can be chosen.
@@ -191,12 +192,14 @@ def _parameters(file: File) -> dict[str, Any]:
     """Rotary parameters of a file, by transformers 5's precedence.
 
     A ``rope_scaling`` that is not empty replaces ``rope_parameters``; ``rope_theta`` and ``partial_rotary_factor``
-    beside them count if they lack it.
+    beside them count if they lack it. An original length beside them counts first, if the frequencies are scaled by it.
     """
     parameters = _with_kind(file.get("rope_scaling") or file.get("rope_parameters") or {})
     for name in ("rope_theta", _PART):
         if parameters.get(name) is None and file.get(name) is not None:
             parameters[name] = file[name]
+    if parameters.get("rope_type") in ("llama3", "yarn") and file.get(_ORIGINAL_LENGTH) is not None:
+        parameters[_ORIGINAL_LENGTH] = file[_ORIGINAL_LENGTH]
     return parameters
 
 

@@ -25,7 +25,9 @@ from tests.gpu.environment import ROOT, UNUSABLE, prepare
 from tests.gpu.machine import end, require_gpu, say
 
 # What tells most comes first.
-CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts", "compiled"))
+CHECKS = tuple(
+    f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts", "bridge", "compiled")
+)
 BENCHMARKS = tuple(f"bench_{name}.py" for name in ("packed", "vocab", "correction", "step", "linear"))
 TOTAL_SECONDS = 450
 # What is most wanted from a machine that is there for a quarter of an hour: (file, which of its checks).

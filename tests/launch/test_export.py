@@ -31,7 +31,7 @@ WIDE = {
     "tie_word_embeddings": False,
 }
 CONFIGS = {
-    **{name: MODELS[name] for name in ("llama3", "qwen3_moe", "deepseek_v3")},
+    **{name: MODELS[name] for name in ("llama3", "qwen3_moe", "deepseek_v3", "olmo2")},
     "mistral": transformers.MistralConfig(**GATED, sliding_window=32, tie_word_embeddings=False),
     "gpt2": transformers.GPT2Config(**SMALL_GPT2, bos_token_id=None, eos_token_id=1),
     "wide": transformers.LlamaConfig(**GATED | WIDE),
@@ -45,6 +45,7 @@ CASES = {
     "qwen3_moe": (Layout(tp=2, sp=True, dp=2, ep=2), []),
     "deepseek_v3": (Layout(tp=2, sp=True, dp=2, ep=2), ["--bf16"]),
     "mistral": (Layout(pp=2, vpp=True), ["--bf16"]),
+    "olmo2": (Layout(tp=2, sp=True), []),
     "gpt2": (Layout(), []),
 }
 
@@ -65,6 +66,9 @@ def home(tmp_path_factory, ranks):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
         for buffer in kept_buffers(model).values():
             buffer.uniform_()  # no 16 bits hold such a bias of experts
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms, which begin as 1
+                parameter.data.uniform_(0.5, 1.5)
         model.save_pretrained(folder / name)
         words = [
             *COMMON,

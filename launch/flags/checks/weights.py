@@ -11,6 +11,7 @@ from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.converter import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import check_transformers
+from megatron_rc.launch.weights.megatron_bridge import BRIDGE, is_bridged
 
 NO_BRIDGE = "none"
 _FOREIGN = "drop it, or train from --load-rollouts without --load-hf and --save-hf"
@@ -21,6 +22,8 @@ _log = logging.getLogger("megatron_rc")
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
     """Check that engines and Hugging Face directories have an architecture for this model, if they get its weights."""
+    if is_bridged(config):
+        return
     family = find_family(config)
     if config.model.hf_model_type and not family:
         fitting_names = [candidate.name for candidate in FAMILIES.values() if candidate.matches(config)]
@@ -82,6 +85,8 @@ def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
 
 def check_bridge(config: RunConfig, samples: bool) -> None:
     """Check that ``--weights-bridge`` can convert this model's weights, and has weights to convert."""
+    if is_bridged(config):
+        _check_megatron_bridge(config)
     if config.checkpoints.weights_bridge != MBRIDGE:
         return
     family = find_family(config)
@@ -112,6 +117,31 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     if reason:
         raise ConfigurationError(f"{config.typed('weights_bridge')} {reason}")
     require("mbridge", config.typed("weights_bridge"), "bridge")
+
+
+def _check_megatron_bridge(config: RunConfig) -> None:
+    """Check that Megatron-Bridge makes the model of a directory that no table has, with Transformer Engine's layers."""
+    reason = ""
+    folder = config.checkpoints.load_hf
+    if folder is None or read_architecture(folder).get("weights-bridge") != BRIDGE:
+        reason = "is for a --load-hf whose model_type no table here has: drop it"
+    elif config.model.transformer_impl != "transformer_engine":
+        reason = "makes Transformer Engine's layers: drop --transformer-impl local"
+    elif config.model.is_hybrid:
+        reason = "makes its own kind of model: drop --model hybrid"
+    elif config.critic is not None:
+        reason = "makes no critic: use another --advantage-estimator than gae"
+    elif config.engine.rollout_weight_transfer != "files":
+        way = config.typed("rollout_weight_transfer")
+        reason = f"collects all weights on one rank, with {way} each stage sends its own: use files"
+    elif config.model.padded_vocab_size != config.model.vocab_size:
+        tp = config.parallel.tensor_model_parallel_size
+        reason = (
+            f"converts no padded vocabulary: give a --tensor-model-parallel-size that divides the "
+            f"{config.model.vocab_size} tokens, not {tp}"
+        )
+    if reason:
+        raise ConfigurationError(f"{config.typed('weights_bridge')} {reason}")
 
 
 def _converts(config: RunConfig, samples: bool) -> bool:

@@ -18,15 +18,28 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config
+from megatron_rc.launch.run_config.megatron_configs import (
+    build_ddp_config,
+    build_optimizer_config,
+    build_transformer_config,
+    distribution_fields,
+)
 from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
 from megatron_rc.launch.training.models.output_layers import use_norms_after, use_output_bias
 from megatron_rc.launch.training.models.packed_rope import use_gathered_angles
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.training.models.wide_norms import use_norms_over_all_heads
+from megatron_rc.launch.weights.megatron_bridge import bridged_transformer, is_bridged, provide_chunk
 from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.parallel.collectives import broadcast
+
+
+def transformer_config(config: RunConfig) -> TransformerConfig:
+    """Megatron's config of the run's layers, which is the provider of Megatron-Bridge if that makes the model."""
+    if is_bridged(config):
+        return bridged_transformer(config, distribution_fields(config))
+    return build_transformer_config(config)
 
 
 def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[ModelChunk]:
@@ -77,6 +90,9 @@ def _build_chunk(
         "rotary_base": config.model.rotary_base,
         "vp_stage": vp_stage,
     }
+    if is_bridged(config):
+        place = {name: common[name] for name in ("pre_process", "post_process", "vp_stage")}
+        return provide_chunk(transformer, is_tied=is_tied, **place)
     if config.model.is_hybrid:
         from megatron_rc.launch.training.models.hybrid import Hybrid, whole
 

@@ -32,6 +32,12 @@ FAMILIES = {
         GPT2,
     )
 }
+# Reasons why the tables do not have some ``model_type``s, with the Megatron-Core that was tried.
+_LINEAR = "megatron-core 0.19.2 asserts Transformer Engine for its gated delta net, so no CPU can run the layers"
+NOT_IN_TABLES = {
+    "gpt_oss": "its files stack the experts of a layer in one tensor, and its layers need attention sinks",
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _LINEAR),
+}
 # Other values of ``model_type`` for the layers of a family, whose name an export has.
 ALIASES = {"kimi_k2": DEEPSEEK_V3.name}
 

@@ -168,6 +168,14 @@ def test_of_two_forms_of_rotary_parameters_that_of_transformers_5_counts(
         assert "used, as by transformers 5" in line
 
 
+def test_an_original_length_beside_the_rotary_parameters_counts_as_in_transformers(folders, tmp_path):
+    folder = changed(folders["llama-yarn"], tmp_path, {"original_max_position_embeddings": 8})
+    assert read_architecture(folder)["yarn-original-max-position-embeddings"] == "8"
+    by_transformers = transformers.AutoConfig.from_pretrained(folder)
+    by_transformers.standardize_rope_params()  # as its rotary embeddings do before they are computed
+    assert by_transformers.rope_parameters["original_max_position_embeddings"] == 8
+
+
 def test_a_share_of_rotated_width_is_read_from_either_form(folders, tmp_path, caplog):
     plain = {"rope_type": "default", "rope_theta": 500.0}
     for entries, part, lines in (

@@ -60,6 +60,8 @@ CASES += [("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), ())]
 HYBRIDS = [
     ("llama3", Layout(tp=2, sp=True), (HYBRID,)),
     ("gpt2", Layout(pp=2, vpp=True), (HYBRID,)),
+    ("llama-yarn", Layout(tp=2, sp=True), (HYBRID,)),
+    ("olmo2", Layout(tp=2, sp=True), (HYBRID,)),
     ("qwen3", Layout(cp=2), (HYBRID,)),
     ("qwen3_moe", Layout(pp=2), (HYBRID, UNEVEN)),
     ("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), (HYBRID,)),
