@@ -98,6 +98,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
         sys.stdout.write(f"{json.dumps({name: row[name] for name in ('name', 'kl', 'reward', 'seconds')})}\n")
         sys.stdout.flush()
+    sys.stdout.write(table(read(args.data)))
 
 
 def read(data: Path) -> list[dict[str, Any]]:
@@ -105,6 +106,41 @@ def read(data: Path) -> list[dict[str, Any]]:
     if not data.is_file():
         return []
     return [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/distillation.md, with a line for each kind of run."""
+    lines = [
+        "| rollouts | correction | KL(student ‖ teacher) of the seeds | reward | verdict |",
+        "|---|---|---|---|---|",
+    ]
+    for engine, correction in KINDS:
+        runs_of_kind = _of_kind(rows, engine, correction)
+        divergences = ", ".join(f"{row['kl']:.4f}" for row in runs_of_kind)
+        rewards = ", ".join(f"{row['reward']:.3f}" for row in runs_of_kind)
+        word = "" if correction == "none" else verdict(rows, engine, correction)
+        lines.append(f"| {engine} | {_TITLES[correction]} | {divergences} | {rewards} | {word} |")
+    return "\n".join(lines) + "\n"
+
+
+_TITLES = {"none": "none", "token_is": "token weights"}
+
+
+def verdict(rows: list[dict[str, Any]], engine: str, correction: str) -> str:
+    """better, worse or undecided: see APART_BY. ``unknown`` unless all seeds of both kinds are there."""
+    corrected = [row["kl"] for row in _of_kind(rows, engine, correction)]
+    uncorrected = [row["kl"] for row in _of_kind(rows, engine, "none")]
+    if len(corrected) < len(SEEDS) or len(uncorrected) < len(SEEDS):
+        return "unknown"
+    if max(corrected) < (1 - APART_BY) * min(uncorrected):
+        return "better"
+    return "worse" if max(uncorrected) < (1 - APART_BY) * min(corrected) else "undecided"
+
+
+def _of_kind(rows: list[dict[str, Any]], engine: str, correction: str) -> list[dict[str, Any]]:
+    """The runs of a kind, in the order of their seeds."""
+    runs_of_kind = [row for row in rows if (row["engine"], row["correction"]) == (engine, correction)]
+    return sorted(runs_of_kind, key=lambda row: row["seed"])
 
 
 def _make_teacher(folder: Path) -> Path:

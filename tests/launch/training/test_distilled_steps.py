@@ -161,10 +161,9 @@ def teacher_of(case, local, groups, positions):
 @contextlib.contextmanager
 def distilling(case, positions_of):
     """Trainers that are made inside have the teacher's divergence in their loss."""
-    from megatron_rc import RolloutCorrection, masked_loss
+    from megatron_rc import RolloutCorrection
     from megatron_rc.launch.training import trainer
     from megatron_rc.launch.training.models import passes
-    from megatron_rc.parallel import log_prob_processor
 
     processor_of = passes.ModelPasses._processor
 
@@ -173,21 +172,14 @@ def distilling(case, positions_of):
         loss = dataclasses.replace(config.loss, **case.loss())
         return RolloutCorrection(dataclasses.replace(config.correction, **fields), groups, loss=loss)
 
-    def processor(self, scoring, local):
-        if not torch.is_grad_enabled():
-            return processor_of(self, scoring, local)
-        teacher = teacher_of(case, local, self.groups, positions_of(local))
-        with mock.patch.object(passes, "log_prob_processor", functools.partial(log_prob_processor, teacher=teacher)):
-            return processor_of(self, scoring, local)
-
-    def loss(self, scale, model, local, output):
-        log_probs, entropy, from_teacher = output
-        return masked_loss(self.correction, local, log_probs, entropy, scale, divergence=from_teacher)
+    def processor(self, scoring, local, teacher):
+        if torch.is_grad_enabled():
+            teacher = teacher_of(case, local, self.groups, positions_of(local))
+        return processor_of(self, scoring, local, teacher)
 
     with (
         mock.patch.object(trainer, "_correction", correction),
         mock.patch.object(passes.ModelPasses, "_processor", processor),
-        mock.patch.object(trainer.Trainer, "_loss", loss),
     ):
         yield
 
