@@ -11,7 +11,7 @@ import transformers
 from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows
 from megatron_rc.launch.rollouts.teacher_scores import TeacherScores, rows_of
 from tests.support.distillation_oracle import divergences, sampled_log_probs, top_k_divergence
-from tests.support.published_models import GATED, words_of
+from tests.support.published_models import GATED, MODELS, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch, save_initial, share
 from tests.support.rollout_servers import CONFIG, running
@@ -53,7 +53,10 @@ def folders(tmp_path_factory):
 
 
 def read_model(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    # The faster products of experts have no float64.
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
 
 
 def flags_of(folders, layout, *more):
@@ -274,6 +277,21 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(ranks, folders,
     more = ["--policy-loss=reinforce", "--advantage-estimator=distillation", "--teacher-weights", "0.25", "0.75"]
     run_flags = [word for word in flags_of(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
     run_flags += ["--teacher-load-hf", str(folders[1]), str(folders[2])]
+    found = ranks.run(one_step, layout, run_flags)
+    assert_step(found, reference(folders, batch, loss_of_tokens))
+
+
+def test_a_teacher_may_have_experts(ranks, folders, tmp_path):
+    """The student is dense; the teacher's experts are spread over no ranks, and routed by its own routers."""
+    folder = random_model(MODELS["qwen3_moe"], tmp_path, seed=5)
+    batch = recorded_batch(0)
+    teacher_logits = read_model(folder)(input_ids=batch.tokens).logits[:, :-1].detach()
+
+    def loss_of_tokens(logits):
+        return token_weights(logits, batch) * divergences(logits, teacher_logits, "reverse_kl", 0.5)
+
+    layout = Layout(tp=2, sp=True)
+    run_flags = flags_of([folders[0], folder], layout, "--policy-loss=distill")
     found = ranks.run(one_step, layout, run_flags)
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
