@@ -10,14 +10,17 @@ from benchmarks.study import settings
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.tasks import Problem
 from tests.support.paths import ROOT
+from tests.test_site import blocks
 
+PAGE = ROOT / "docs" / "distillation.md"
 DATA = distillation.read(ROOT / "docs" / "distillation.jsonl")
 
 
 def test_the_table_of_the_page_is_that_of_the_data():
     assert [row["name"] for row in DATA] == [run.name for run in distillation.runs()]
-    assert distillation.table(DATA) in (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8")
+    assert distillation.table(DATA) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,13 @@ def test_a_verdict_needs_all_seeds_apart(divergences, word):
         rows.append({"engine": "stale", "correction": "token_is", "seed": seed, "kl": kl})
     assert distillation.verdict(rows, "stale", "token_is") == word
     assert distillation.verdict(rows[:-1], "stale", "token_is") == "unknown"
+
+
+def test_the_prompt_of_the_page_has_the_answer():
+    (block,) = blocks(PAGE, "python")
+    names = {}
+    exec(compile(block, "docs/distillation.md", "exec"), names)
+    assert names["with_answer"](Problem("1 + 1 = ", "2")) == Problem("The answer is 2. 1 + 1 = ", "2")
 
 
 def test_every_run_can_start(tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_a_teacher_has_its_own_shape_and_the_runs_layout(configs):
         ([], "--teacher-load-hf | does nothing | --distillation-coef"),
         ([DISTILL, "--teacher-url=http://a:1"], "--teacher-load-hf | --teacher-url http://a:1 are two kinds"),
         ([DISTILL, "--teacher-weights=1"], ""),
+        (["--advantage-estimator=distillation", "--distillation-kind=forward_kl"], ""),
         (
             ["--advantage-estimator=distillation", "--teacher-weights", "1", "2"],
             "--teacher-weights 1.0 2.0 | each of 1",
