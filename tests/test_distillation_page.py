@@ -19,8 +19,10 @@ DATA = distillation.read(ROOT / "docs" / "distillation.jsonl")
 
 
 def test_the_table_of_the_page_is_that_of_the_data():
-    assert [row["name"] for row in DATA] == [run.name for run in distillation.runs()]
-    assert distillation.table(DATA) in PAGE.read_text(encoding="utf-8")
+    # Runs of the last seeds may be missing: the table says so.
+    assert [row["name"] for row in DATA] == [run.name for run in distillation.runs()][: len(DATA)]
+    for form in distillation.FORMS:
+        assert distillation.table(DATA, form) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -51,9 +53,11 @@ def test_every_run_can_start(tmp_path, monkeypatch):
     # A parser with these engines for this test alone: others of the process may have made the launcher's already.
     monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
     monkeypatch.chdir(ROOT)
-    for run in distillation.runs()[: len(distillation.KINDS)]:
+    for run in distillation.runs():
+        if run.seed != distillation.SEEDS[0]:
+            continue
         config, _ = configure([*run.flags(Path(tmp_path)), f"--runs-dir={tmp_path}"], 1)
-        assert config.loss.distils
+        assert config.loss.distils == (run.form == "divergence")
         assert config.teachers[0].config.transformer.num_layers == 4
 
 
