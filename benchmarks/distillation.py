@@ -135,7 +135,10 @@ _TITLES = {"none": "none", "token_is": "token weights"}
 
 
 def verdict(rows: list[dict[str, Any]], engine: str, correction: str) -> str:
-    """Word on a correction among the rows of one form: better, worse or undecided: see APART_BY. ``unknown`` unless all seeds of both kinds are there."""
+    """Return better, worse or undecided, by APART_BY, from the rows of one form.
+
+    It is ``unknown`` unless all seeds of both kinds are there.
+    """
     corrected = [row["kl"] for row in _of_kind(rows, engine, correction)]
     uncorrected = [row["kl"] for row in _of_kind(rows, engine, "none")]
     if len(corrected) < len(SEEDS) or len(uncorrected) < len(SEEDS):

@@ -332,6 +332,24 @@ def test_a_server_and_its_recorded_log_probs_teach_alike(ranks, tmp_path):
             assert second[name] == pytest.approx(first[name], rel=1e-5), name
 
 
+def test_a_run_with_prompts_of_the_teachers_own(ranks, tmp_path):
+    """Sampled, scored and trained by two ranks of CP; another prompt gives another divergence."""
+    torch.manual_seed(2)
+    transformers.AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path / "teacher")
+    short = ["--num-layers=2", "--micro-batch-size=8", "--train-iters=1", "--grpo-iterations=1"]
+    common = [*flags(tmp_path, *short, *WEIGHTS), "--policy-loss=distill", "--teacher-load-hf", f"{tmp_path}/teacher"]
+    common = [word for word in common if not word.startswith("--rollout-rs-threshold")]
+    layout = Layout(cp=2)
+    hint = ["--teacher-prompt=python:tests.support.teacher_servers:with_hint"]
+    measured = []
+    for name, more in (("plain", []), ("hinted", hint)):
+        assert agreed(ranks.run(run_training, layout, [*common, *layout.flags(), *more, f"--run-name={name}"])) is None
+        (row,) = read(tmp_path / name)
+        measured.append(row["distillation/reverse_kl"])
+    assert min(measured) > 0
+    assert measured[0] != pytest.approx(measured[1], rel=1e-6)
+
+
 def bytes_of_teacher(words):
     """(bytes of the teacher's weights on the device outside of its passes, of its output layer, of its hidden states).
 
