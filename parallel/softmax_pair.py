@@ -23,7 +23,7 @@ from megatron_rc.parallel.support import Support
 # Number of logits of one policy in a chunk.
 CHUNK_ELEMENTS = 2**17  # on a CPU: the chunks of both policies and the scratch memory fit into its cache
 _GPU_ELEMENTS = 2**24  # on a GPU: enough work for all its processors
-LEAST_ROWS = 4  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
+LEAST_ROWS = 2  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
 
 
 @dataclass(frozen=True)
