@@ -248,9 +248,9 @@ def merged_values(statistics: Tensor, counted: Tensor, valid: Tensor, spec: Dive
     Collectives: one MAX of 2t, one SUM of 2t or 3t over ``tp_group``.
     """
     maxima = all_reduce_max(statistics[:2], spec.call.tp_group)
-    temperatures = statistics.new_tensor([spec.call.temperature, spec.teacher_temperature]).unsqueeze(1)
+    of_student, of_teacher = origin_of(statistics[:2]) - origin_of(maxima)
     # x' becomes x' + shift, so that exp(x') gets the factor exp(shift).
-    shift = (origin_of(statistics[:2]) - origin_of(maxima)) / temperatures
+    shift = torch.stack([of_student / spec.call.temperature, of_teacher / spec.teacher_temperature])
     # A rank whose columns are all padding or -inf adds nothing; neither does one whose logits are too small.
     factor = torch.where(statistics[:2] == -torch.inf, 0, shift.exp())
     sums = [statistics[2:4] * factor]
@@ -264,7 +264,8 @@ def merged_values(statistics: Tensor, counted: Tensor, valid: Tensor, spec: Dive
 
     # These are few numbers: in float64 the divergence is as exact as the sums.
     log_totals = totals[:2].double().log()
-    log_normalizers = (maxima + log_totals * temperatures).to(statistics.dtype)
+    scaled = torch.stack([log_totals[0] * spec.call.temperature, log_totals[1] * spec.teacher_temperature])
+    log_normalizers = (maxima + scaled).to(statistics.dtype)
     if spec.kind == "jsd":
         divergence = torch.zeros_like(log_normalizers[0])
     else:

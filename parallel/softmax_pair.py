@@ -23,10 +23,7 @@ from megatron_rc.parallel.support import Support
 # Number of logits of one policy in a chunk.
 CHUNK_ELEMENTS = 2**17  # on a CPU: the chunks of both policies and the scratch memory fit into its cache
 _GPU_ELEMENTS = 2**24  # on a GPU: enough work for all its processors
-LEAST_ROWS = 4  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
-# Bound on |b - a| in the mixture of jsd: exp of it is finite in float32, and the smaller of two probabilities that
-# differ by more than this factor adds nothing to a sum.
-_LOG_RATIO_LIMIT = 88.0
+LEAST_ROWS = 2  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
 
 
 @dataclass(frozen=True)
@@ -185,15 +182,14 @@ def mixture_statistics(
         x = part.logits(rows)
         y = part.logits(teacher_rows)
         normalizers = log_normalizers[:, part.index].unsqueeze(2)
-        log_p, log_q, log_ratio, log_mixture = scratch.of(x)
+        log_p, log_q, divisor, log_mixture = scratch.of(x)
         _log_probs(x, y, normalizers, log_p, log_q, options)
-        _log_mixture(log_p, log_q, log_ratio, log_mixture, options)
         p = log_p.exp_()
         q = log_q.exp_()
-        # b - log m is log(q/p) - log(m/p), and a - log m is -log(m/p).
-        of_teacher = log_ratio.sub_(log_mixture).mul_(q).sum(1)
-        of_student = log_mixture.mul_(p).sum(1).neg_()
-        sums[:, part.index] = torch.stack([of_teacher, of_student])
+        # b - log m is -log(m/q), and a - log m is -log(m/p).
+        of_teacher = _log_mixture(p, q, 1 - options.beta, divisor, log_mixture).mul_(q).sum(1)
+        of_student = _log_mixture(q, p, options.beta, divisor, log_mixture).mul_(p).sum(1)
+        sums[:, part.index] = torch.stack([of_teacher, of_student]).neg_()
     return sums
 
 
@@ -305,12 +301,14 @@ def _log_probs(x: Tensor, y: Tensor, normalizers: Tensor, log_p: Tensor, log_q: 
     _scaled_difference(y, normalizers[1], options.teacher_temperature, log_q)
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, log_ratio: Tensor, out: Tensor, options: PairOptions) -> None:
-    """Write log(q/p), bounded, to ``log_ratio``, and log(m/p) = log(1 + β (q/p - 1)) to ``out``."""
-    torch.sub(log_q, log_p, out=log_ratio)
-    # NaN: both have the probability 0, so that any number will do.
-    log_ratio.nan_to_num_(nan=0.0).clamp_(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    torch.expm1(log_ratio, out=out).mul_(options.beta).log1p_()
+def _log_mixture(first: Tensor, second: Tensor, share: float, divisor: Tensor, out: Tensor) -> Tensor:
+    """Write log((share · first + (1 - share) · second) / second) to ``out``, and return it; ``divisor`` is scratch.
+
+    It is finite where a probability is 0, for a factor of 0: the divisor is then the smallest normal number.
+    """
+    torch.add(second, torch.finfo(second.dtype).tiny, out=divisor)
+    share_of_second = torch.full((), 1 - share, dtype=second.dtype, device=second.device)
+    return torch.addcdiv(share_of_second, first, divisor, value=share, out=out).log_()
 
 
 def _reverse_kl_gradient(
@@ -360,11 +358,13 @@ def _jsd_gradient(
     careful: bool,
 ) -> Tensor:
     """Return grad · (1 - β) p (a - log m - mean), in one of the buffers."""
-    log_p, log_q, log_ratio, log_mixture = buffers
+    log_p, log_q, divisor, log_mixture = buffers
     _log_probs(x, y, normalizers, log_p, log_q, options)
-    _log_mixture(log_p, log_q, log_ratio, log_mixture, options)
-    factor = log_mixture.add_(mean).mul_(grad * (options.beta - 1))
-    return log_p.exp_().mul_(factor)
+    p = log_p.exp_()
+    q = log_q.exp_()
+    # a - log m is -log(m/p).
+    factor = _log_mixture(q, p, options.beta, divisor, log_mixture).add_(mean)
+    return p.mul_(factor.mul_(grad * (options.beta - 1)))
 
 
 _GRADIENTS = {"reverse_kl": _reverse_kl_gradient, "forward_kl": _forward_kl_gradient, "jsd": _jsd_gradient}
