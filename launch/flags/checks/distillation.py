@@ -87,13 +87,8 @@ def _check_sources(config: RunConfig) -> None:
 
 
 def _check_scores(config: RunConfig, settings: DistillationSection, user: str) -> None:
-    """Check log-probs of the likeliest tokens, from servers or from files, against the loss that reads them."""
+    """Check log-probs that come from servers or from files."""
     typed = config.typed(_source(config))
-    if config.loss.distils and config.training.fused_linear_log_probs:
-        raise ConfigurationError(
-            f"--fused-linear-log-probs does not go with {typed}, whose likeliest tokens are compared with logits: drop "
-            "one of them"
-        )
     if config.rollouts.replays_sampling:
         raise ConfigurationError(
             f"{typed} gives log-probs over all tokens, and --rollout-top-p, --rollout-top-k and --rollout-min-p "

@@ -223,7 +223,7 @@ def served_scores(folder, batch, top_k):
 @pytest.mark.parametrize(
     ("layout", "tail", "more"),
     [
-        (Layout(tp=2, sp=True), "none", []),
+        (Layout(tp=2, sp=True), "none", ["--fused-linear-log-probs"]),
         (Layout(cp=2, dp=2), "rest", ["--rl-use-sequence-packing"]),
         (Layout(pp=2), "sampled", []),
     ],
