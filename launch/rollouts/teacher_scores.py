@@ -169,8 +169,8 @@ class RecordedTeacher:
         )
         size = self.config.rollouts.sequences // self.config.data_parallel_size
         scores = rows_of(whole, slice(self.replica * size, (self.replica + 1) * size))
-        is_other = (scores.tokens != batch.tokens) & batch.response_mask
-        if scores.tokens.shape != batch.tokens.shape or is_other.any():
+        has_shape = scores.tokens.shape == batch.tokens.shape
+        if not has_shape or bool(((scores.tokens != batch.tokens) & batch.response_mask).any()):
             raise ValueError(
                 f"--teacher-files {self.settings.teacher_files}: {', '.join(names)} scored other tokens than the "
                 "rollouts of --load-rollouts have: give the folder that was written for them"

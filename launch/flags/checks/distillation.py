@@ -10,6 +10,7 @@ from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.engines.teacher_server import SERVED_TEMPERATURE
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.flags.checks.experts import check_experts
+from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.rollouts.teacher_prompts import prompt_function
@@ -155,6 +156,7 @@ def _check_model(config: RunConfig, teacher: TeacherModel) -> None:
         )
         check_model(teacher.config)
         check_experts(teacher.config)
+        check_megatron(teacher.config)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
 
