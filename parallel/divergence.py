@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.arguments import check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
-from megatron_rc.parallel.groups import Group
+from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.log_probs import CallSpec, check_settings
 from megatron_rc.parallel.softmax_pair import (
     PairFactors,
@@ -150,6 +150,7 @@ class DivergenceSpec:
             temperature=self.call.temperature,
             teacher_temperature=self.teacher_temperature,
             chunk_size=chunk_size,
+            is_alone=group_size(self.call.tp_group) == 1,
         )
 
 
@@ -240,7 +241,7 @@ def merged_values(statistics: Tensor, counted: Tensor, valid: Tensor, spec: Dive
     """Merge the statistics of all ranks; for jsd without the divergence, which needs another pass.
 
     Args:
-        statistics: this rank's, [4 or 5, t], of :func:`~megatron_rc.parallel.softmax_pair.pair_statistics`.
+        statistics: this rank's, [4 to 6, t], of :func:`~megatron_rc.parallel.softmax_pair.pair_statistics`.
         counted: [t] bool.
         valid: [t] bool, False where the kept tokens are wrong: the divergence is NaN.
         spec: the settings of the call.
@@ -338,9 +339,11 @@ class _VocabDivergence(torch.autograd.Function):
         statistics, careful = pair_statistics(rows.student, rows.teacher, rows.counted, rows.support, options)
         values = merged_values(statistics, rows.counted, rows.valid, spec)
         if spec.kind == "jsd":
-            mixture = mixture_statistics(
-                rows.student, rows.teacher, values.log_normalizers, rows.counted, rows.support, options
-            )
+            mixture = statistics[4:]
+            if not options.is_alone:
+                mixture = mixture_statistics(
+                    rows.student, rows.teacher, values.log_normalizers, rows.counted, rows.support, options
+                )
             values = mixed_values(values, mixture, rows.counted, spec)
 
         ctx.save_for_backward(

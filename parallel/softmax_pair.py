@@ -36,6 +36,14 @@ class PairOptions:
     temperature: float  # divides the student's logits
     teacher_temperature: float  # divides the teacher's logits
     chunk_size: int | None  # rows of a chunk; None: a size that suits the device
+    is_alone: bool  # no other rank has columns of these rows
+
+    @property
+    def num_statistics(self) -> int:
+        """Number of statistics of a row, as :func:`pair_statistics` returns them."""
+        if self.kind != "jsd":
+            return 5
+        return 6 if self.is_alone else 4
 
     @property
     def num_buffers(self) -> int:
@@ -119,9 +127,10 @@ def pair_statistics(
         options: the settings.
 
     Returns:
-        [5, t], for jsd [4, t]: the largest logit of the student and of the teacher, not divided by the temperature,
+        [num_statistics, t]: the largest logit of the student and of the teacher, not divided by the temperature,
         -inf without a column; Σ exp(x') and Σ exp(y'), relative to these; for reverse_kl Σ exp(x') (x' - y'), for
-        forward_kl Σ exp(y') (y' - x'). Where all logits of a policy are -inf, x' or y' is relative to 0.
+        forward_kl Σ exp(y') (y' - x'), for jsd on a rank alone the sums of :func:`mixture_statistics`. Where all logits
+        of a policy are -inf, x' or y' is relative to 0.
     """
     careful = rows.is_cuda or support is not None
     statistics = _statistics(rows, teacher_rows, counted, support, options, careful=careful)
@@ -141,8 +150,7 @@ def _statistics(
 ) -> Tensor:
     """The statistics of :func:`pair_statistics`; ``careful``: logits may be -inf."""
     dtype = pair_arithmetic(rows, teacher_rows)
-    num_statistics = 4 if options.kind == "jsd" else 5
-    statistics = torch.zeros(num_statistics, len(rows), dtype=dtype, device=rows.device)
+    statistics = torch.zeros(options.num_statistics, len(rows), dtype=dtype, device=rows.device)
     statistics[:2] = -torch.inf
     if not options.columns:
         return statistics
@@ -182,14 +190,9 @@ def mixture_statistics(
         x = part.logits(rows)
         y = part.logits(teacher_rows)
         normalizers = log_normalizers[:, part.index].unsqueeze(2)
-        log_p, log_q, divisor, log_mixture = scratch.of(x)
+        log_p, log_q, *scratch_of_sums = scratch.of(x)
         _log_probs(x, y, normalizers, log_p, log_q, options)
-        p = log_p.exp_()
-        q = log_q.exp_()
-        # b - log m is -log(m/q), and a - log m is -log(m/p).
-        of_teacher = _log_mixture(p, q, 1 - options.beta, divisor, log_mixture).mul_(q).sum(1)
-        of_student = _log_mixture(q, p, options.beta, divisor, log_mixture).mul_(p).sum(1)
-        sums[:, part.index] = torch.stack([of_teacher, of_student]).neg_()
+        sums[:, part.index] = _mixture_sums(log_p.exp_(), log_q.exp_(), scratch_of_sums, options)
     return sums
 
 
@@ -264,8 +267,8 @@ def _scaled_difference(chunk: Tensor, origin: Tensor, temperature: float, out: T
 def _chunk_statistics(
     x: Tensor, y: Tensor, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
-    """The statistics of a chunk's rows, [4 or 5, rows], as :func:`pair_statistics` returns them."""
-    student, teacher, exp = buffers[:3]
+    """The statistics of a chunk's rows, [num_statistics, rows], as :func:`pair_statistics` returns them."""
+    student, teacher, *other_buffers = buffers
     x = _as_arithmetic(x, student)
     y = _as_arithmetic(y, teacher)
     largest_x = x.amax(1)
@@ -274,8 +277,19 @@ def _chunk_statistics(
     _scaled_difference(y, origin_of(largest_y).unsqueeze(1), options.teacher_temperature, teacher)
 
     if options.kind == "jsd":
-        return torch.stack([largest_x, largest_y, student.exp_().sum(1), teacher.exp_().sum(1)])
+        p = student.exp_()
+        q = teacher.exp_()
+        sum_x = p.sum(1)
+        sum_y = q.sum(1)
+        statistics = torch.stack([largest_x, largest_y, sum_x, sum_y])
+        if not options.is_alone:
+            return statistics
+        # The sums are those of the whole rows, so that p and q are known while the cache has them.
+        p.div_(sum_x.unsqueeze(1))
+        q.div_(sum_y.unsqueeze(1))
+        return torch.cat([statistics, _mixture_sums(p, q, other_buffers, options)])
 
+    exp = other_buffers[0]
     # ``first`` is the policy whose mean the divergence is.
     first, second = (student, teacher) if options.kind == "reverse_kl" else (teacher, student)
     second_sum = torch.exp(second, out=exp).sum(1)
@@ -299,6 +313,15 @@ def _log_probs(x: Tensor, y: Tensor, normalizers: Tensor, log_p: Tensor, log_q: 
     """Write log p and log q of a chunk; ``normalizers`` is [2, rows, 1]."""
     _scaled_difference(x, normalizers[0], options.temperature, log_p)
     _scaled_difference(y, normalizers[1], options.teacher_temperature, log_q)
+
+
+def _mixture_sums(p: Tensor, q: Tensor, buffers: list[Tensor], options: PairOptions) -> Tensor:
+    """The sums of :func:`mixture_statistics` of a chunk's rows, [2, rows]; ``buffers`` are two for scratch."""
+    divisor, log_mixture = buffers
+    # b - log m is -log(m/q), and a - log m is -log(m/p).
+    of_teacher = _log_mixture(p, q, 1 - options.beta, divisor, log_mixture).mul_(q).sum(1)
+    of_student = _log_mixture(q, p, options.beta, divisor, log_mixture).mul_(p).sum(1)
+    return torch.stack([of_teacher, of_student]).neg_()
 
 
 def _log_mixture(first: Tensor, second: Tensor, share: float, divisor: Tensor, out: Tensor) -> Tensor:

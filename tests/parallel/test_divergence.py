@@ -374,8 +374,9 @@ def test_wrong_input_is_named_before_any_collective_and_right_input_makes_few(ra
     assert ranks.run(collectives, Layout()) == [nothing]
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("reverse_kl", torch.float32), ("forward_kl", torch.bfloat16), ("jsd", torch.float32)]
+)
 def test_only_the_gradient_is_as_large_as_the_logits(kind, dtype):
     tokens = 256
     width = 8192

@@ -79,6 +79,7 @@ CASES = [
     Case(Layout(cp=2, dp=2), objective("distill", "sequence", FUSED), "reverse_kl", packed=True),
     Case(Layout(pp=2, cp=2), objective("distill", "token", bypass=True), "jsd", per_token_loss=True),
     Case(Layout(cp=4), objective("distill", "prefix", REJECT, **KPOP), "forward_kl", size=8),
+    Case(Layout(cp=4), objective("distill", "sequence", bypass=True), "reverse_kl", packed=True, size=8),
     Case(Layout(tp=2, sp=True, pp=2), objective("ppo_clip", "token", distillation=0.7), "forward_kl", packed=True),
     Case(Layout(pp=2, vpp=True), objective("reinforce", "geometric", bypass=True, distillation=0.5), "reverse_kl"),
     Case(Layout(tp=2, sp=True), objective("distill", "token", FUSED), "reverse_kl", few=True, packed=True),
