@@ -84,6 +84,9 @@ class _Part:
         """Write the gradient, [rows of the part, columns of the part], into these rows of ``out``."""
         if self.kept is not None:
             out[self.index] = self.kept.scattered(gradient, like=out)
+        elif isinstance(self.index, slice):
+            # A view, so that nothing is copied before it is rounded.
+            out[self.index, : self.columns].copy_(gradient)
         else:
             out[self.index, : self.columns] = gradient.to(out.dtype)
 
