@@ -204,7 +204,7 @@ def test_gradients_pass_gradcheck(kind, tail):
         # The slope of a sampled token is that of the mean over tokens, not of its own summand.
         arguments["mask"] = arguments["mask"] & (arguments["labels"] == make()[5][0][1])
         arguments["mask"][1:] = False
-    assert torch.autograd.gradcheck(lambda x: top_k_divergence(x, **arguments), (logits,))
+    assert torch.autograd.gradcheck(lambda x: top_k_divergence(x, **arguments), (logits,), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
