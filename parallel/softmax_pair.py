@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +85,9 @@ class _Part:
         """Write the gradient, [rows of the part, columns of the part], into these rows of ``out``."""
         if self.kept is not None:
             out[self.index] = self.kept.scattered(gradient, like=out)
+        elif isinstance(self.index, slice):
+            # A view, so that nothing is copied before it is rounded.
+            out[self.index, : self.columns].copy_(gradient)
         else:
             out[self.index, : self.columns] = gradient.to(out.dtype)
 
@@ -224,10 +228,12 @@ def write_pair_gradient(
         for part in _parts(rows, factors.counted, support, options):
             x = part.logits(rows)
             y = part.logits(teacher_rows)
-            normalizers = factors.log_normalizers[:, part.index].unsqueeze(2)
-            mean = factors.mean[part.index].unsqueeze(1)
-            grad = factors.grad[part.index].unsqueeze(1)
-            gradient = gradient_of(x, y, normalizers, mean, grad, scratch.of(x), options, careful)
+            chunk_factors = _ChunkFactors(
+                normalizers=factors.log_normalizers[:, part.index].unsqueeze(2),
+                mean=factors.mean[part.index].unsqueeze(1),
+                grad=factors.grad[part.index].unsqueeze(1),
+            )
+            gradient = gradient_of(x, y, chunk_factors, scratch.of(x), options, careful=careful)
             part.write(out, gradient)
     _zero_rows(out, ~factors.counted)
 
@@ -334,60 +340,47 @@ def _log_mixture(first: Tensor, second: Tensor, share: float, divisor: Tensor, o
     return torch.addcdiv(share_of_second, first, divisor, value=share, out=out).log_()
 
 
+class _ChunkFactors(NamedTuple):
+    """The fields of :class:`PairFactors` for the rows of a chunk."""
+
+    normalizers: Tensor  # [2, rows, 1]
+    mean: Tensor  # [rows, 1]
+    grad: Tensor  # [rows, 1]
+
+
 def _reverse_kl_gradient(
-    x: Tensor,
-    y: Tensor,
-    normalizers: Tensor,
-    mean: Tensor,
-    grad: Tensor,
-    buffers: tuple[Tensor, ...],
-    options: PairOptions,
-    careful: bool,
+    x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · p (a - b - D), D the divergence, in one of the buffers."""
     log_p, log_q, _ = buffers
-    _log_probs(x, y, normalizers, log_p, log_q, options)
+    _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     factor = torch.sub(log_p, log_q, out=log_q)
     p = log_p.exp_()
     if careful:
         factor.masked_fill_(p == 0, 0)
-    return p.mul_(factor.sub_(mean).mul_(grad))
+    return p.mul_(factor.sub_(factors.mean).mul_(factors.grad))
 
 
 def _forward_kl_gradient(
-    x: Tensor,
-    y: Tensor,
-    normalizers: Tensor,
-    mean: Tensor,
-    grad: Tensor,
-    buffers: tuple[Tensor, ...],
-    options: PairOptions,
-    careful: bool,
+    x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · (p - q), in one of the buffers."""
     log_p, log_q, _ = buffers
-    _log_probs(x, y, normalizers, log_p, log_q, options)
-    return log_p.exp_().sub_(log_q.exp_()).mul_(grad)
+    _log_probs(x, y, factors.normalizers, log_p, log_q, options)
+    return log_p.exp_().sub_(log_q.exp_()).mul_(factors.grad)
 
 
 def _jsd_gradient(
-    x: Tensor,
-    y: Tensor,
-    normalizers: Tensor,
-    mean: Tensor,
-    grad: Tensor,
-    buffers: tuple[Tensor, ...],
-    options: PairOptions,
-    careful: bool,
+    x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · (1 - β) p (a - log m - mean), in one of the buffers."""
     log_p, log_q, divisor, log_mixture = buffers
-    _log_probs(x, y, normalizers, log_p, log_q, options)
+    _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     p = log_p.exp_()
     q = log_q.exp_()
     # a - log m is -log(m/p).
-    factor = _log_mixture(q, p, options.beta, divisor, log_mixture).add_(mean)
-    return p.mul_(factor.mul_(grad * (options.beta - 1)))
+    factor = _log_mixture(q, p, options.beta, divisor, log_mixture).add_(factors.mean)
+    return p.mul_(factor.mul_(factors.grad * (options.beta - 1)))
 
 
 _GRADIENTS = {"reverse_kl": _reverse_kl_gradient, "forward_kl": _forward_kl_gradient, "jsd": _jsd_gradient}
