@@ -2,10 +2,10 @@
 
     python -m benchmarks.distillation [--data docs/distillation.jsonl] [--runs runs/distillation] [--seconds 3600]
 
-A teacher of four layers learns count_up from rewards. Fresh students of two layers then learn from the teacher alone
-(``--policy-loss distill``, the reverse KL over the whole vocabulary), without rewards. Each kind of run has three
-seeds. One run is made at a time; a finished run is one line of the data file, and is not repeated. docs/distillation.md
-has the table.
+A teacher of four layers learns count_up from rewards. Fresh students of two layers then learn from the teacher alone,
+without rewards: by the reverse KL over the whole vocabulary (``--policy-loss distill``), or by the sampled tokens
+(``--advantage-estimator distillation``). Each kind of run has three seeds. One run is made at a time; a finished run is
+one line of the data file, and is not repeated. docs/distillation.md has the tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ TEACHER_SEED = 1
 # Model, task and learning rate of the study; rewards teach the teacher, and no one else.
 _COMMON = ("--config=configs/study/count_up.yaml", "--grpo-entropy-term-weight=0")
 _TEACHER = (*_COMMON, "--num-layers=4", "--rollout-engine=study-none", "--rollout-correction-preset=disabled")
-_STUDENT = (*_COMMON, f"--train-iters={STEPS}", "--policy-loss=distill", "--distillation-kind=reverse_kl")
+# What a student learns from: the divergence at each context, or the teacher's log-prob of the sampled token.
+FORMS = {
+    "divergence": ("--policy-loss=distill", "--distillation-kind=reverse_kl"),
+    "sampled": ("--advantage-estimator=distillation",),
+}
 # Engines of the study: exact weights, and weights in fp8 (e4m3) with one scale for each row of a linear layer.
 ENGINES = {
     "exact": ("--rollout-engine=study-none",),
@@ -54,6 +58,7 @@ _SAMPLES = 8
 class Run:
     """One student."""
 
+    form: str
     engine: str
     correction: str
     seed: int
@@ -61,17 +66,17 @@ class Run:
     @property
     def name(self) -> str:
         """Name of its folder and of its line in the data file."""
-        return f"{self.engine}-{self.correction}-{self.seed}"
+        return f"{self.form}-{self.engine}-{self.correction}-{self.seed}"
 
     def flags(self, teacher: Path) -> list[str]:
         """Flags of the launcher, except those of the run's folder."""
-        correction = CORRECTIONS[self.correction]
-        return [*_STUDENT, *ENGINES[self.engine], *correction, f"--seed={self.seed}", f"--teacher-load-hf={teacher}"]
+        of_kind = (*FORMS[self.form], *ENGINES[self.engine], *CORRECTIONS[self.correction])
+        return [*_COMMON, f"--train-iters={STEPS}", *of_kind, f"--seed={self.seed}", f"--teacher-load-hf={teacher}"]
 
 
 def runs() -> list[Run]:
-    """All students, one seed after the other, so that a part of them is complete for its seeds."""
-    return [Run(engine, correction, seed) for seed in SEEDS for engine, correction in KINDS]
+    """All students, one form and one seed after the other, so that a part of them is complete for its seeds."""
+    return [Run(form, engine, correction, seed) for form in FORMS for seed in SEEDS for engine, correction in KINDS]
 
 
 def main() -> None:
@@ -92,12 +97,15 @@ def main() -> None:
             sys.stdout.write(f"the time is over; {run.name} and those after it are missing\n")
             return
         seconds = _train(run.flags(teacher), folder, run.name)
-        row = {"name": run.name, "engine": run.engine, "correction": run.correction, "seed": run.seed}
+        row = {"name": run.name, "form": run.form, "engine": run.engine, "correction": run.correction}
+        row["seed"] = run.seed
         row |= _measured(folder / run.name, _model_folder(folder, run.name), teacher) | {"seconds": round(seconds, 1)}
         with args.data.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         sys.stdout.write(f"{json.dumps({name: row[name] for name in ('name', 'kl', 'reward', 'seconds')})}\n")
         sys.stdout.flush()
+    for form in FORMS:
+        sys.stdout.write(f"{form}\n{table(read(args.data), form)}")
 
 
 def read(data: Path) -> list[dict[str, Any]]:
@@ -105,6 +113,45 @@ def read(data: Path) -> list[dict[str, Any]]:
     if not data.is_file():
         return []
     return [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+
+
+def table(rows: list[dict[str, Any]], form: str) -> str:
+    """The table of docs/distillation.md on one form, with a line for each kind of run."""
+    rows = [row for row in rows if row["form"] == form]
+    lines = [
+        "| rollouts | correction | KL(student ‖ teacher) of the seeds | reward | verdict |",
+        "|---|---|---|---|---|",
+    ]
+    for engine, correction in KINDS:
+        runs_of_kind = _of_kind(rows, engine, correction)
+        divergences = ", ".join(f"{row['kl']:.4f}" for row in runs_of_kind)
+        rewards = ", ".join(f"{row['reward']:.3f}" for row in runs_of_kind)
+        word = "" if correction == "none" else verdict(rows, engine, correction)
+        lines.append(f"| {engine} | {_TITLES[correction]} | {divergences} | {rewards} | {word} |")
+    return "\n".join(lines) + "\n"
+
+
+_TITLES = {"none": "none", "token_is": "token weights"}
+
+
+def verdict(rows: list[dict[str, Any]], engine: str, correction: str) -> str:
+    """Return better, worse or undecided, by APART_BY, from the rows of one form.
+
+    It is ``unknown`` unless all seeds of both kinds are there.
+    """
+    corrected = [row["kl"] for row in _of_kind(rows, engine, correction)]
+    uncorrected = [row["kl"] for row in _of_kind(rows, engine, "none")]
+    if len(corrected) < len(SEEDS) or len(uncorrected) < len(SEEDS):
+        return "unknown"
+    if max(corrected) < (1 - APART_BY) * min(uncorrected):
+        return "better"
+    return "worse" if max(uncorrected) < (1 - APART_BY) * min(corrected) else "undecided"
+
+
+def _of_kind(rows: list[dict[str, Any]], engine: str, correction: str) -> list[dict[str, Any]]:
+    """The runs of a kind, in the order of their seeds."""
+    runs_of_kind = [row for row in rows if (row["engine"], row["correction"]) == (engine, correction)]
+    return sorted(runs_of_kind, key=lambda row: row["seed"])
 
 
 def _make_teacher(folder: Path) -> Path:
@@ -144,7 +191,8 @@ def _train(flags: list[str], folder: Path, name: str) -> float:
 def _measured(place: Path, student: Path, teacher: Path) -> dict[str, Any]:
     """The outcome of a run: the KL of its last weights, and the curves of the reward and of the loss's divergence."""
     rows = list(_rows(place / "metrics.jsonl"))
-    divergences = [row["distillation/reverse_kl"] for row in rows if "distillation/reverse_kl" in row]
+    names = ("distillation/reverse_kl", "distillation/sampled_kl")
+    divergences = [row[name] for row in rows for name in names if name in row]
     policy = {row["step"]: row["reward"] for row in _rows(place / POLICY_FILE)}
     return {
         "kl": round(reverse_kl(student, teacher), 6),

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.arguments import check_number, check_tensors, one_of
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
-from megatron_rc.parallel.groups import Group
+from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.log_probs import CallSpec, check_settings
 from megatron_rc.parallel.softmax_pair import (
     PairFactors,
@@ -150,6 +150,7 @@ class DivergenceSpec:
             temperature=self.call.temperature,
             teacher_temperature=self.teacher_temperature,
             chunk_size=chunk_size,
+            is_alone=group_size(self.call.tp_group) == 1,
         )
 
 
@@ -240,7 +241,7 @@ def merged_values(statistics: Tensor, counted: Tensor, valid: Tensor, spec: Dive
     """Merge the statistics of all ranks; for jsd without the divergence, which needs another pass.
 
     Args:
-        statistics: this rank's, [4 or 5, t], of :func:`~megatron_rc.parallel.softmax_pair.pair_statistics`.
+        statistics: this rank's, [4 to 6, t], of :func:`~megatron_rc.parallel.softmax_pair.pair_statistics`.
         counted: [t] bool.
         valid: [t] bool, False where the kept tokens are wrong: the divergence is NaN.
         spec: the settings of the call.
@@ -248,9 +249,9 @@ def merged_values(statistics: Tensor, counted: Tensor, valid: Tensor, spec: Dive
     Collectives: one MAX of 2t, one SUM of 2t or 3t over ``tp_group``.
     """
     maxima = all_reduce_max(statistics[:2], spec.call.tp_group)
-    temperatures = statistics.new_tensor([spec.call.temperature, spec.teacher_temperature]).unsqueeze(1)
+    of_student, of_teacher = origin_of(statistics[:2]) - origin_of(maxima)
     # x' becomes x' + shift, so that exp(x') gets the factor exp(shift).
-    shift = (origin_of(statistics[:2]) - origin_of(maxima)) / temperatures
+    shift = torch.stack([of_student / spec.call.temperature, of_teacher / spec.teacher_temperature])
     # A rank whose columns are all padding or -inf adds nothing; neither does one whose logits are too small.
     factor = torch.where(statistics[:2] == -torch.inf, 0, shift.exp())
     sums = [statistics[2:4] * factor]
@@ -264,7 +265,8 @@ def merged_values(statistics: Tensor, counted: Tensor, valid: Tensor, spec: Dive
 
     # These are few numbers: in float64 the divergence is as exact as the sums.
     log_totals = totals[:2].double().log()
-    log_normalizers = (maxima + log_totals * temperatures).to(statistics.dtype)
+    scaled = torch.stack([log_totals[0] * spec.call.temperature, log_totals[1] * spec.teacher_temperature])
+    log_normalizers = (maxima + scaled).to(statistics.dtype)
     if spec.kind == "jsd":
         divergence = torch.zeros_like(log_normalizers[0])
     else:
@@ -337,9 +339,11 @@ class _VocabDivergence(torch.autograd.Function):
         statistics, careful = pair_statistics(rows.student, rows.teacher, rows.counted, rows.support, options)
         values = merged_values(statistics, rows.counted, rows.valid, spec)
         if spec.kind == "jsd":
-            mixture = mixture_statistics(
-                rows.student, rows.teacher, values.log_normalizers, rows.counted, rows.support, options
-            )
+            mixture = statistics[4:]
+            if not options.is_alone:
+                mixture = mixture_statistics(
+                    rows.student, rows.teacher, values.log_normalizers, rows.counted, rows.support, options
+                )
             values = mixed_values(values, mixture, rows.counted, spec)
 
         ctx.save_for_backward(

@@ -104,7 +104,7 @@ def linear_divergence(
 
     Collectives: forward, those of :func:`~megatron_rc.parallel.divergence.vocab_parallel_divergence`. Backward: one SUM
     of hidden's size over ``tp_group``. With ``sequence_parallel`` also a gather of each policy's chunk in each pass
-    (``jsd``: twice in the forward), and instead of the SUM one reduce-scatter of each chunk.
+    (``jsd`` on several ranks: twice in the forward), and instead of the SUM one reduce-scatter of each chunk.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, and the errors of
@@ -249,9 +249,8 @@ class _LinearDivergence(torch.autograd.Function):
         valid = valid_positions(support, counted)
         pair_options = spec.options(weight.shape[0], chunk_size=None)
 
-        num_statistics = 4 if spec.kind == "jsd" else 5
         dtype = pair_arithmetic(hidden, teacher.hidden)
-        statistics = hidden.new_empty(num_statistics, mask.numel(), dtype=dtype)
+        statistics = hidden.new_empty(pair_options.num_statistics, mask.numel(), dtype=dtype)
         careful = False
         for chunk in _chunks(student, teacher, support, options):
             statistics[:, chunk.positions], chunk_was_careful = pair_statistics(
@@ -261,7 +260,9 @@ class _LinearDivergence(torch.autograd.Function):
             del chunk  # before the next chunk's logits are made
         values = merged_values(statistics, counted, valid, spec)
 
-        if spec.kind == "jsd":
+        if spec.kind == "jsd" and pair_options.is_alone:
+            values = mixed_values(values, statistics[4:], counted, spec)
+        elif spec.kind == "jsd":
             mixture = statistics.new_empty(2, mask.numel())
             for chunk in _chunks(student, teacher, support, options):
                 mixture[:, chunk.positions] = mixture_statistics(

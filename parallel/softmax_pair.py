@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,7 @@ from megatron_rc.parallel.support import Support
 # Number of logits of one policy in a chunk.
 CHUNK_ELEMENTS = 2**17  # on a CPU: the chunks of both policies and the scratch memory fit into its cache
 _GPU_ELEMENTS = 2**24  # on a GPU: enough work for all its processors
-LEAST_ROWS = 4  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
-# Bound on |b - a| in the mixture of jsd: exp of it is finite in float32, and the smaller of two probabilities that
-# differ by more than this factor adds nothing to a sum.
-_LOG_RATIO_LIMIT = 88.0
+LEAST_ROWS = 2  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,14 @@ class PairOptions:
     temperature: float  # divides the student's logits
     teacher_temperature: float  # divides the teacher's logits
     chunk_size: int | None  # rows of a chunk; None: a size that suits the device
+    is_alone: bool  # no other rank has columns of these rows
+
+    @property
+    def num_statistics(self) -> int:
+        """Number of statistics of a row, as :func:`pair_statistics` returns them."""
+        if self.kind != "jsd":
+            return 5
+        return 6 if self.is_alone else 4
 
     @property
     def num_buffers(self) -> int:
@@ -79,6 +85,9 @@ class _Part:
         """Write the gradient, [rows of the part, columns of the part], into these rows of ``out``."""
         if self.kept is not None:
             out[self.index] = self.kept.scattered(gradient, like=out)
+        elif isinstance(self.index, slice):
+            # A view, so that nothing is copied before it is rounded.
+            out[self.index, : self.columns].copy_(gradient)
         else:
             out[self.index, : self.columns] = gradient.to(out.dtype)
 
@@ -122,9 +131,10 @@ def pair_statistics(
         options: the settings.
 
     Returns:
-        [5, t], for jsd [4, t]: the largest logit of the student and of the teacher, not divided by the temperature,
+        [num_statistics, t]: the largest logit of the student and of the teacher, not divided by the temperature,
         -inf without a column; Σ exp(x') and Σ exp(y'), relative to these; for reverse_kl Σ exp(x') (x' - y'), for
-        forward_kl Σ exp(y') (y' - x'). Where all logits of a policy are -inf, x' or y' is relative to 0.
+        forward_kl Σ exp(y') (y' - x'), for jsd on a rank alone the sums of :func:`mixture_statistics`. Where all logits
+        of a policy are -inf, x' or y' is relative to 0.
     """
     careful = rows.is_cuda or support is not None
     statistics = _statistics(rows, teacher_rows, counted, support, options, careful=careful)
@@ -144,8 +154,7 @@ def _statistics(
 ) -> Tensor:
     """The statistics of :func:`pair_statistics`; ``careful``: logits may be -inf."""
     dtype = pair_arithmetic(rows, teacher_rows)
-    num_statistics = 4 if options.kind == "jsd" else 5
-    statistics = torch.zeros(num_statistics, len(rows), dtype=dtype, device=rows.device)
+    statistics = torch.zeros(options.num_statistics, len(rows), dtype=dtype, device=rows.device)
     statistics[:2] = -torch.inf
     if not options.columns:
         return statistics
@@ -185,15 +194,9 @@ def mixture_statistics(
         x = part.logits(rows)
         y = part.logits(teacher_rows)
         normalizers = log_normalizers[:, part.index].unsqueeze(2)
-        log_p, log_q, log_ratio, log_mixture = scratch.of(x)
+        log_p, log_q, *scratch_of_sums = scratch.of(x)
         _log_probs(x, y, normalizers, log_p, log_q, options)
-        _log_mixture(log_p, log_q, log_ratio, log_mixture, options)
-        p = log_p.exp_()
-        q = log_q.exp_()
-        # b - log m is log(q/p) - log(m/p), and a - log m is -log(m/p).
-        of_teacher = log_ratio.sub_(log_mixture).mul_(q).sum(1)
-        of_student = log_mixture.mul_(p).sum(1).neg_()
-        sums[:, part.index] = torch.stack([of_teacher, of_student])
+        sums[:, part.index] = _mixture_sums(log_p.exp_(), log_q.exp_(), scratch_of_sums, options)
     return sums
 
 
@@ -225,10 +228,12 @@ def write_pair_gradient(
         for part in _parts(rows, factors.counted, support, options):
             x = part.logits(rows)
             y = part.logits(teacher_rows)
-            normalizers = factors.log_normalizers[:, part.index].unsqueeze(2)
-            mean = factors.mean[part.index].unsqueeze(1)
-            grad = factors.grad[part.index].unsqueeze(1)
-            gradient = gradient_of(x, y, normalizers, mean, grad, scratch.of(x), options, careful)
+            chunk_factors = _ChunkFactors(
+                normalizers=factors.log_normalizers[:, part.index].unsqueeze(2),
+                mean=factors.mean[part.index].unsqueeze(1),
+                grad=factors.grad[part.index].unsqueeze(1),
+            )
+            gradient = gradient_of(x, y, chunk_factors, scratch.of(x), options, careful=careful)
             part.write(out, gradient)
     _zero_rows(out, ~factors.counted)
 
@@ -268,8 +273,8 @@ def _scaled_difference(chunk: Tensor, origin: Tensor, temperature: float, out: T
 def _chunk_statistics(
     x: Tensor, y: Tensor, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
-    """The statistics of a chunk's rows, [4 or 5, rows], as :func:`pair_statistics` returns them."""
-    student, teacher, exp = buffers[:3]
+    """The statistics of a chunk's rows, [num_statistics, rows], as :func:`pair_statistics` returns them."""
+    student, teacher, *other_buffers = buffers
     x = _as_arithmetic(x, student)
     y = _as_arithmetic(y, teacher)
     largest_x = x.amax(1)
@@ -278,8 +283,19 @@ def _chunk_statistics(
     _scaled_difference(y, origin_of(largest_y).unsqueeze(1), options.teacher_temperature, teacher)
 
     if options.kind == "jsd":
-        return torch.stack([largest_x, largest_y, student.exp_().sum(1), teacher.exp_().sum(1)])
+        p = student.exp_()
+        q = teacher.exp_()
+        sum_x = p.sum(1)
+        sum_y = q.sum(1)
+        statistics = torch.stack([largest_x, largest_y, sum_x, sum_y])
+        if not options.is_alone:
+            return statistics
+        # The sums are those of the whole rows, so that p and q are known while the cache has them.
+        p.div_(sum_x.unsqueeze(1))
+        q.div_(sum_y.unsqueeze(1))
+        return torch.cat([statistics, _mixture_sums(p, q, other_buffers, options)])
 
+    exp = other_buffers[0]
     # ``first`` is the policy whose mean the divergence is.
     first, second = (student, teacher) if options.kind == "reverse_kl" else (teacher, student)
     second_sum = torch.exp(second, out=exp).sum(1)
@@ -305,66 +321,66 @@ def _log_probs(x: Tensor, y: Tensor, normalizers: Tensor, log_p: Tensor, log_q: 
     _scaled_difference(y, normalizers[1], options.teacher_temperature, log_q)
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, log_ratio: Tensor, out: Tensor, options: PairOptions) -> None:
-    """Write log(q/p), bounded, to ``log_ratio``, and log(m/p) = log(1 + β (q/p - 1)) to ``out``."""
-    torch.sub(log_q, log_p, out=log_ratio)
-    # NaN: both have the probability 0, so that any number will do.
-    log_ratio.nan_to_num_(nan=0.0).clamp_(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    torch.expm1(log_ratio, out=out).mul_(options.beta).log1p_()
+def _mixture_sums(p: Tensor, q: Tensor, buffers: list[Tensor], options: PairOptions) -> Tensor:
+    """The sums of :func:`mixture_statistics` of a chunk's rows, [2, rows]; ``buffers`` are two for scratch."""
+    divisor, log_mixture = buffers
+    # b - log m is -log(m/q), and a - log m is -log(m/p).
+    of_teacher = _log_mixture(p, q, 1 - options.beta, divisor, log_mixture).mul_(q).sum(1)
+    of_student = _log_mixture(q, p, options.beta, divisor, log_mixture).mul_(p).sum(1)
+    return torch.stack([of_teacher, of_student]).neg_()
+
+
+def _log_mixture(first: Tensor, second: Tensor, share: float, divisor: Tensor, out: Tensor) -> Tensor:
+    """Write log((share · first + (1 - share) · second) / second) to ``out``, and return it; ``divisor`` is scratch.
+
+    It is finite where a probability is 0, for a factor of 0: the divisor is then the smallest normal number.
+    """
+    torch.add(second, torch.finfo(second.dtype).tiny, out=divisor)
+    share_of_second = torch.full((), 1 - share, dtype=second.dtype, device=second.device)
+    return torch.addcdiv(share_of_second, first, divisor, value=share, out=out).log_()
+
+
+class _ChunkFactors(NamedTuple):
+    """The fields of :class:`PairFactors` for the rows of a chunk."""
+
+    normalizers: Tensor  # [2, rows, 1]
+    mean: Tensor  # [rows, 1]
+    grad: Tensor  # [rows, 1]
 
 
 def _reverse_kl_gradient(
-    x: Tensor,
-    y: Tensor,
-    normalizers: Tensor,
-    mean: Tensor,
-    grad: Tensor,
-    buffers: tuple[Tensor, ...],
-    options: PairOptions,
-    careful: bool,
+    x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · p (a - b - D), D the divergence, in one of the buffers."""
     log_p, log_q, _ = buffers
-    _log_probs(x, y, normalizers, log_p, log_q, options)
+    _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     factor = torch.sub(log_p, log_q, out=log_q)
     p = log_p.exp_()
     if careful:
         factor.masked_fill_(p == 0, 0)
-    return p.mul_(factor.sub_(mean).mul_(grad))
+    return p.mul_(factor.sub_(factors.mean).mul_(factors.grad))
 
 
 def _forward_kl_gradient(
-    x: Tensor,
-    y: Tensor,
-    normalizers: Tensor,
-    mean: Tensor,
-    grad: Tensor,
-    buffers: tuple[Tensor, ...],
-    options: PairOptions,
-    careful: bool,
+    x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · (p - q), in one of the buffers."""
     log_p, log_q, _ = buffers
-    _log_probs(x, y, normalizers, log_p, log_q, options)
-    return log_p.exp_().sub_(log_q.exp_()).mul_(grad)
+    _log_probs(x, y, factors.normalizers, log_p, log_q, options)
+    return log_p.exp_().sub_(log_q.exp_()).mul_(factors.grad)
 
 
 def _jsd_gradient(
-    x: Tensor,
-    y: Tensor,
-    normalizers: Tensor,
-    mean: Tensor,
-    grad: Tensor,
-    buffers: tuple[Tensor, ...],
-    options: PairOptions,
-    careful: bool,
+    x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · (1 - β) p (a - log m - mean), in one of the buffers."""
-    log_p, log_q, log_ratio, log_mixture = buffers
-    _log_probs(x, y, normalizers, log_p, log_q, options)
-    _log_mixture(log_p, log_q, log_ratio, log_mixture, options)
-    factor = log_mixture.add_(mean).mul_(grad * (options.beta - 1))
-    return log_p.exp_().mul_(factor)
+    log_p, log_q, divisor, log_mixture = buffers
+    _log_probs(x, y, factors.normalizers, log_p, log_q, options)
+    p = log_p.exp_()
+    q = log_q.exp_()
+    # a - log m is -log(m/p).
+    factor = _log_mixture(q, p, options.beta, divisor, log_mixture).add_(factors.mean)
+    return p.mul_(factor.mul_(factors.grad * (options.beta - 1)))
 
 
 _GRADIENTS = {"reverse_kl": _reverse_kl_gradient, "forward_kl": _forward_kl_gradient, "jsd": _jsd_gradient}

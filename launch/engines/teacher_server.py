@@ -8,7 +8,7 @@ distribution, at temperature 1, whatever the temperature of sampling.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ class ScoredSequence:
     """Log-probs of the teacher at the tokens of a response."""
 
     log_probs: list[float]  # log-prob of each token of the response
+    texts: list[str | None]  # text of each of these tokens by the server's tokenizer; None: it has none
     top_ids: list[list[int]]  # at each of these tokens the ids of the likeliest tokens
     top_log_probs: list[list[float]]  # their log-probs
 
@@ -51,14 +52,21 @@ class TeacherServer(ABC):
         http: client of the server's address.
         top_k: number of the likeliest tokens.
         vocab_size: token ids lie below it.
+        decode: the policy's tokenizer, from token ids to text.
     """
 
     path: str  # of the route that scores
+    ready_path: str  # of a route that answers when the server has its model
 
-    def __init__(self, http: HttpClient, top_k: int, vocab_size: int) -> None:
+    def __init__(self, http: HttpClient, top_k: int, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
         self.http = http
         self.top_k = top_k
         self.vocab_size = vocab_size
+        self.decode = decode
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait for the server; EngineError if it does not answer in time."""
+        self.http.wait_until_ready(self.ready_path, seconds)
 
     def score(self, sequences: Sequence[ScoreRequest], concurrency: int) -> list[ScoredSequence]:
         """Score the responses, with up to ``concurrency`` requests at a time; in the order of ``sequences``."""
@@ -94,9 +102,18 @@ class TeacherServer(ABC):
         return _BYTES_OF_ENTRY * (self.top_k + 2) * len(sequence.tokens)
 
     def _check(self, scored: ScoredSequence, sequence: ScoreRequest, index: int) -> None:
-        """Raise EngineError for ids out of the vocabulary, and for numbers that are no log-probs."""
+        """Raise EngineError for another tokenizer, ids out of the vocabulary, and numbers that are no log-probs."""
         where = f"{self.http.url}{self.path}, sequence {index}"
-        for position, (own, ids, values) in enumerate(
+        for token, text in zip(sequence.response, scored.texts, strict=True):
+            own_text = self.decode([token]).strip()
+            # Other tokens may be special ones, or parts of a character, which servers show in ways of their own.
+            is_plain = own_text.isascii() and own_text.isalnum()
+            if text is not None and is_plain and text.strip() != own_text:
+                raise EngineError(
+                    f"{where}: token {token} is {text!r} to the teacher and {own_text!r} to the policy: serve a "
+                    "teacher with the policy's tokenizer"
+                )
+        for position, (log_prob, ids, values) in enumerate(
             zip(scored.log_probs, scored.top_ids, scored.top_log_probs, strict=True)
         ):
             if len(set(ids)) != self.top_k or not all(0 <= token < self.vocab_size for token in ids):
@@ -104,7 +121,7 @@ class TeacherServer(ABC):
                     f"{where}, response token {position}: the ids of the likeliest tokens are {ids[:5]}…, expected "
                     f"{self.top_k} different ones below {self.vocab_size}, the size of the policy's vocabulary"
                 )
-            for value in (own, *values):
+            for value in (log_prob, *values):
                 if not is_log_prob(value):
                     raise EngineError(
                         f"{where}, response token {position}: {str(value)[:40]} is no log-prob: check the teacher's "
@@ -116,10 +133,8 @@ class VllmTeacher(TeacherServer):
     """vLLM's ``prompt_logprobs``."""
 
     path = "/v1/completions"
-
-    def __init__(self, http: HttpClient, top_k: int, vocab_size: int, model: str | None = None) -> None:
-        super().__init__(http, top_k, vocab_size)
-        self.model = model
+    ready_path = "/v1/models"
+    model: str | None = None  # name of the teacher; None: that of the server's only model
 
     def body(self, sequence: ScoreRequest) -> dict[str, Any]:
         """Body of the request; the one token that vLLM must sample is not read."""
@@ -138,15 +153,17 @@ class VllmTeacher(TeacherServer):
         entries = choice["prompt_logprobs"]
         if choice["prompt_token_ids"] != sequence.tokens or len(entries) != len(sequence.tokens):
             raise ValueError("the server read other tokens")
-        own = []
+        log_probs = []
+        texts = []
         top_ids = []
         top_log_probs = []
         for token, entry in zip(sequence.response, entries[len(sequence.prompt) :], strict=True):
-            own.append(entry[str(token)]["logprob"])
+            log_probs.append(entry[str(token)]["logprob"])
+            texts.append(entry[str(token)].get("decoded_token"))
             likeliest = sorted(_top(entry, self.top_k))
             top_ids.append([number for _, number, _ in likeliest])
             top_log_probs.append([value for _, _, value in likeliest])
-        return ScoredSequence(own, top_ids, top_log_probs)
+        return ScoredSequence(log_probs, texts, top_ids, top_log_probs)
 
     def _model(self) -> str:
         """Name of the teacher: the given one, or that of the server's only model."""
@@ -162,6 +179,7 @@ class SglangTeacher(TeacherServer):
     """SGLang's ``input_top_logprobs``."""
 
     path = "/generate"
+    ready_path = "/get_model_info"
 
     def body(self, sequence: ScoreRequest) -> dict[str, Any]:
         """Body of the request, without a new token."""
@@ -169,6 +187,7 @@ class SglangTeacher(TeacherServer):
             "input_ids": sequence.tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
+            "return_text_in_logprobs": True,
             # The first entry belongs to the last token of the prompt.
             "logprob_start_len": len(sequence.prompt) - 1,
             "top_logprobs_num": self.top_k,
@@ -177,12 +196,13 @@ class SglangTeacher(TeacherServer):
     def read(self, sequence: ScoreRequest, answer: Any) -> ScoredSequence:
         """Read lists of [log-prob, id, text], which begin one token before the response."""
         meta = answer["meta_info"]
-        own = meta["input_token_logprobs"][1:]
+        entries = meta["input_token_logprobs"][1:]
         tops = meta["input_top_logprobs"][1:]
-        if [entry[1] for entry in own] != sequence.response or len(tops) != len(own):
+        if [entry[1] for entry in entries] != sequence.response or len(tops) != len(entries):
             raise ValueError("the server read other tokens")
         return ScoredSequence(
-            log_probs=[entry[0] for entry in own],
+            log_probs=[entry[0] for entry in entries],
+            texts=[entry[2] for entry in entries],
             top_ids=[[entry[1] for entry in top] for top in tops],
             top_log_probs=[[entry[0] for entry in top] for top in tops],
         )

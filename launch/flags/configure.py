@@ -83,7 +83,7 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
     check_given(values)
     check_sources(values)
     values = with_steps(values)
-    given_values = values
+    values_of_flags = values
 
     def complete(values: Values) -> Values:
         return with_what_follows(values, world_size, engine=engine, elsewhere=elsewhere)
@@ -99,7 +99,7 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
         is_absent = is_optional and not OPTIONAL_SECTIONS[name].is_met(values)
         sections[name] = None if is_absent else _section(section, values)
     config = RunConfig(**sections, correction=correction, loss=loss, unused=tuple(unused))
-    teachers = tuple(teacher_models(config, given_values, complete, _section))
+    teachers = tuple(teacher_models(config, values_of_flags, complete, _section))
     config = dataclasses.replace(config, teachers=teachers)
     return without_unused_in_run(config, command.given), task
 

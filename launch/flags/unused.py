@@ -252,6 +252,7 @@ def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunCon
     clips = loss.algorithm is None or OBJECTIVES[loss.algorithm].clips
     rules = [
         ("--grpo-kl-beta above 0", bool(loss.kl_coef), "kl_estimator kl_importance_weight"),
+        ("--distillation-coef or --policy-loss distill", loss.distils, "distillation_kind distillation_beta"),
         ("an objective with bounds", clips, "grpo_clamp_eps_lower grpo_clamp_eps_upper"),
         ("--grpo-kl-beta or --kl-in-reward", config.needs_reference, "ref_load ref_load_hf ref_update_interval"),
         ("a correction before the loss", not config.correction.corrects_in_loss, "always_score"),

@@ -97,7 +97,7 @@ class RolloutCollector:
     def _start(self, engine: RolloutEngine | None) -> None:
         """Make this replica's sampler, or its reader of recorded rollouts, and its teacher if that is no model here."""
         rollouts = self.config.rollouts
-        self._teacher = make_teacher(self.config, self.replica)
+        self._teacher = make_teacher(self.config, self.task.text, self.replica)
         if rollouts.load_rollouts:
             length = self.config.training.seq_length
             self.recorded = RecordedRollouts(

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import API_KEY
-from megatron_rc.launch.engines.teacher_server import SERVED_TEMPERATURE, SERVERS, ScoredSequence, ScoreRequest
+from megatron_rc.launch.engines.teacher_server import (
+    SERVED_TEMPERATURE,
+    SERVERS,
+    ScoredSequence,
+    ScoreRequest,
+    VllmTeacher,
+)
 from megatron_rc.launch.rollouts.recorded import file_name
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.distillation import DistillationSection
+from megatron_rc.launch.tasks import Text
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.records.storage import read_file, write_file
 from megatron_rc.records.support import take_support
@@ -58,14 +65,17 @@ class Header:
 class ServedTeacher:
     """Scores the rollout batches of one replica with its server; may run on a thread. Makes no collective."""
 
-    def __init__(self, config: RunConfig, settings: DistillationSection, replica: int) -> None:
+    def __init__(self, config: RunConfig, settings: DistillationSection, text: Text, replica: int) -> None:
         self.config = config
         self.settings = settings
         self.replica = replica
         url = (settings.teacher_url or "").split(",")[replica]
         http = HttpClient(url, config.engine.rollout_timeout, api_key=os.environ.get(API_KEY))
-        more = {"model": settings.teacher_model} if settings.teacher_server == "vllm" else {}
-        self.server = SERVERS[settings.teacher_server](http, settings.teacher_top_k, config.model.vocab_size, **more)
+        kind = SERVERS[settings.teacher_server]
+        self.server = kind(http, settings.teacher_top_k, config.model.vocab_size, text.decode)
+        if isinstance(self.server, VllmTeacher):
+            self.server.model = settings.teacher_model
+        self.server.wait_until_ready(config.engine.rollout_timeout)
 
     def score(self, batch: RolloutBatch, prompts: Sequence[Sequence[int]] | None = None) -> TeacherScores:
         """Score the sampled tokens of all rows; EngineError as in :class:`TeacherServer`.
@@ -159,8 +169,8 @@ class RecordedTeacher:
         )
         size = self.config.rollouts.sequences // self.config.data_parallel_size
         scores = rows_of(whole, slice(self.replica * size, (self.replica + 1) * size))
-        is_other = (scores.tokens != batch.tokens) & batch.response_mask
-        if scores.tokens.shape != batch.tokens.shape or is_other.any():
+        has_shape = scores.tokens.shape == batch.tokens.shape
+        if not has_shape or bool(((scores.tokens != batch.tokens) & batch.response_mask).any()):
             raise ValueError(
                 f"--teacher-files {self.settings.teacher_files}: {', '.join(names)} scored other tokens than the "
                 "rollouts of --load-rollouts have: give the folder that was written for them"
@@ -174,14 +184,14 @@ class RecordedTeacher:
         return scores
 
 
-def make_teacher(config: RunConfig, replica: int) -> ServedTeacher | RecordedTeacher | None:
+def make_teacher(config: RunConfig, text: Text, replica: int) -> ServedTeacher | RecordedTeacher | None:
     """Make the teacher of one replica; None if there is none, or it is a model of this run."""
     settings = config.distillation
     if settings is None or not config.has_teacher_scores:
         return None
     if settings.teacher_files:
         return RecordedTeacher(config, settings, replica)
-    return ServedTeacher(config, settings, replica)
+    return ServedTeacher(config, settings, text, replica)
 
 
 def check_header(header: Header, where: str, config: RunConfig, settings: DistillationSection) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megatron_rc.adaptors.shared import checked_tensor, refuse
 from megatron_rc.correction.inputs import PlanInputs
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
@@ -91,11 +93,12 @@ class MegatronCorrection:
         if self._correction is None:
             args = self.get_args()
             config = rollout_correction_config_from_args(args)
-            _check(config)
+            loss = policy_loss_config_from_args(args)
+            _check(config, loss)
             self._correction = RolloutCorrection(
                 config,
                 self.groups or ParallelGroups.from_megatron(),
-                loss=policy_loss_config_from_args(args),
+                loss=loss,
                 has_auxiliary_losses=bool(getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)),
             )
         return self._correction
@@ -282,8 +285,11 @@ class MegatronCorrection:
         )
 
 
-def _check(config: RolloutCorrectionConfig) -> None:
+def _check(config: RolloutCorrectionConfig, loss: PolicyLossConfig) -> None:
     """Raise ValueError for settings that need data which Megatron-LM's micro-batches do not have."""
+    bypass_distils = config.bypass_mode and OBJECTIVES[config.loss_type].uses_divergence
+    if loss.distils or bypass_distils:
+        raise ValueError("distillation needs a teacher, which the data lack: drop distill and --distillation-coef")
     reason = "the data lack weight versions"
     refuse(config, proximal_interpolation=reason, rollout_staleness_scale=reason)
     if config.needs_prompts:

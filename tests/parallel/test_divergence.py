@@ -16,6 +16,7 @@ from megatron_rc.parallel.divergence import DIVERGENCES
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.parallel.test_vocab_memory import allocated
 from tests.support.divergence_oracle import divergence
+from tests.support.far_device import GPU, far_device
 from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
@@ -373,8 +374,9 @@ def test_wrong_input_is_named_before_any_collective_and_right_input_makes_few(ra
     assert ranks.run(collectives, Layout()) == [nothing]
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("reverse_kl", torch.float32), ("forward_kl", torch.bfloat16), ("jsd", torch.float32)]
+)
 def test_only_the_gradient_is_as_large_as_the_logits(kind, dtype):
     tokens = 256
     width = 8192
@@ -397,6 +399,25 @@ def test_only_the_gradient_is_as_large_as_the_logits(kind, dtype):
     peak, _ = allocated(both)
     gradient = logits.element_size() * logits.numel()
     assert gradient <= peak <= gradient + chunks + of_tokens
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_on_a_gpu_the_host_does_not_wait(kind):
+    batch = make(torch.float32)
+    mask = batch.mask
+    on_cpu = batch.logits.clone().requires_grad_()
+    wanted = call(on_cpu, batch.teacher, batch, kind)
+    wanted[mask].sum().backward()
+    with far_device() as device:
+        leaf = batch.logits.to(GPU).requires_grad_()
+        far = dataclasses.replace(batch, mask=mask.to(GPU))
+        teacher = batch.teacher.to(GPU)
+        device.waits.clear()
+        values = call(leaf, teacher, far, kind)
+        values.sum().backward()
+        assert not device.waits
+        torch.testing.assert_close(values.cpu(), wanted.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(leaf.grad.cpu(), on_cpu.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_no_tokens_are_fine():

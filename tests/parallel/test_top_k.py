@@ -204,7 +204,7 @@ def test_gradients_pass_gradcheck(kind, tail):
         # The slope of a sampled token is that of the mean over tokens, not of its own summand.
         arguments["mask"] = arguments["mask"] & (arguments["labels"] == make()[5][0][1])
         arguments["mask"][1:] = False
-    assert torch.autograd.gradcheck(lambda x: top_k_divergence(x, **arguments), (logits,))
+    assert torch.autograd.gradcheck(lambda x: top_k_divergence(x, **arguments), (logits,), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -365,3 +365,30 @@ def test_only_the_gradient_is_as_large_as_the_logits(tail):
     gradient = 4 * tokens * width
     # Some hundred bytes for each of the teacher's numbers.
     assert gradient <= peak <= gradient + 4 * 4 * width * 4 + 400 * tokens * (few + 1)
+
+
+def test_without_any_id_the_sampled_token_stands_for_all():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (5,), generator=generator)
+    of_teacher = -torch.rand(5, generator=generator, dtype=torch.float64)
+    nothing = {
+        "teacher_ids": torch.zeros(0, dtype=torch.int32),
+        "teacher_offsets": torch.zeros(6, dtype=torch.int32),
+        "teacher_log_probs": torch.zeros(0),
+    }
+    values = top_k_divergence(logits, tail="sampled", labels=labels, teacher_label_log_probs=of_teacher, **nothing)
+    (gradient,) = torch.autograd.grad(values.sum(), logits)
+    log_p = logits.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(values, log_p - of_teacher)
+    slope = (log_p - of_teacher + 1).detach()
+    (wanted,) = torch.autograd.grad((slope * log_p).sum(), logits)
+    torch.testing.assert_close(gradient, wanted)
+    for tail in ("rest", "none"):
+        assert not top_k_divergence(logits, tail=tail, **nothing).any()
+    nothing["teacher_offsets"] = torch.zeros(1, dtype=torch.int64)
+    for tail in ("rest", "none"):
+        empty = torch.zeros(0, VOCABULARY, requires_grad=True)
+        values = top_k_divergence(empty, tail=tail, **nothing)
+        values.sum().backward()
+        assert values.shape == (0,)

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.rollout_servers import Server
 
 
@@ -13,9 +14,14 @@ def with_hint(problem):
 
 
 class TeacherAnswers(Server):
-    """Answers as vLLM 0.32 and SGLang 0.5 document; ``model`` computes the log-probs, in float64."""
+    """Answers as vLLM 0.32 and SGLang 0.5 document; ``model`` computes the log-probs, in float64.
+
+    ``shows_text``: answers have the text of each token, by one token a digit.
+    """
 
     model = None
+    shows_text = True
+    text = CharacterText("0123456789")
 
     def respond(self, path, body):
         """(status, answer) of one request; see :class:`Server`."""
@@ -27,9 +33,14 @@ class TeacherAnswers(Server):
                 answer = {"object": "list", "data": [{"id": "teacher", "object": "model"}]}
             case "/v1/completions":
                 answer = self._completion(body)
+            case "/get_model_info":
+                answer = {"model_path": "teacher"}
             case "/generate":
                 answer = self._generation(body)
         return 200, fault(answer) if fault else answer
+
+    def _shown(self, token):
+        return self.text.decode([token]) if self.shows_text else None
 
     def _log_probs(self, tokens):
         """[tokens - 1, v] of each token but the first."""
@@ -44,7 +55,11 @@ class TeacherAnswers(Server):
             shown = [token, *log_probs.topk(body["prompt_logprobs"]).indices.tolist()]
             entries.append(
                 {
-                    str(number): {"logprob": float(log_probs[number]), "rank": int(ranks[number]), "decoded_token": "?"}
+                    str(number): {
+                        "logprob": float(log_probs[number]),
+                        "rank": int(ranks[number]),
+                        "decoded_token": self._shown(number),
+                    }
                     for number in shown
                 }
             )
@@ -57,7 +72,7 @@ class TeacherAnswers(Server):
         tops = [None]
         first = body["logprob_start_len"] + 1
         for token, log_probs in zip(tokens[first:], self._log_probs(tokens)[first - 1 :], strict=True):
-            own.append([float(log_probs[token]), token, None])
+            own.append([float(log_probs[token]), token, self._shown(token)])
             top = log_probs.topk(body["top_logprobs_num"])
             tops.append([[value, number, None] for value, number in zip(*map(torch.Tensor.tolist, top), strict=True)])
         return {"text": "", "meta_info": {"id": "0", "input_token_logprobs": own, "input_top_logprobs": tops}}

@@ -10,6 +10,7 @@ from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.engines.teacher_server import SERVED_TEMPERATURE
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.flags.checks.experts import check_experts
+from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.rollouts.teacher_prompts import prompt_function
@@ -87,13 +88,8 @@ def _check_sources(config: RunConfig) -> None:
 
 
 def _check_scores(config: RunConfig, settings: DistillationSection, user: str) -> None:
-    """Check log-probs of the likeliest tokens, from servers or from files, against the loss that reads them."""
+    """Check log-probs that come from servers or from files."""
     typed = config.typed(_source(config))
-    if config.loss.distils and config.training.fused_linear_log_probs:
-        raise ConfigurationError(
-            f"--fused-linear-log-probs does not go with {typed}, whose likeliest tokens are compared with logits: drop "
-            "one of them"
-        )
     if config.rollouts.replays_sampling:
         raise ConfigurationError(
             f"{typed} gives log-probs over all tokens, and --rollout-top-p, --rollout-top-k and --rollout-min-p "
@@ -160,6 +156,7 @@ def _check_model(config: RunConfig, teacher: TeacherModel) -> None:
         )
         check_model(teacher.config)
         check_experts(teacher.config)
+        check_megatron(teacher.config)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
 

@@ -7,11 +7,13 @@ from transformers import AutoModelForCausalLM
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.teacher_server import SERVERS, ScoreRequest
+from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.rollout_servers import CONFIG, QUICK, running
 from tests.support.teacher_servers import TeacherAnswers
 
 TOP_K = 4
 VOCABULARY = 13
+TEXT = CharacterText("0123456789")
 SEQUENCES = [ScoreRequest([5, 6], [7, 1, 2]), ScoreRequest([3], [4]), ScoreRequest([9, 9, 9], [8, 0])]
 KINDS = {"vllm": "/v1/completions", "sglang": "/generate"}
 
@@ -29,8 +31,8 @@ def server(model):
         yield started
 
 
-def teacher(kind, server, **more):
-    return SERVERS[kind](HttpClient(server.url, timeout=5.0, retries=QUICK), TOP_K, VOCABULARY, **more)
+def teacher(kind, server, decode=TEXT.decode):
+    return SERVERS[kind](HttpClient(server.url, timeout=5.0, retries=QUICK), TOP_K, VOCABULARY, decode)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,6 +45,23 @@ def test_log_probs_are_the_models(server, model, kind):
         torch.testing.assert_close(torch.tensor(scored.top_log_probs).double(), top.values, rtol=0, atol=1e-6)
         own = expected.gather(1, torch.tensor(sequence.response)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(scored.log_probs).double(), own, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_tokenizer_is_noticed(server, kind):
+    """By the text of a plain token; a server that shows no text is not known to have another one."""
+    with pytest.raises(EngineError, match=r"token 7 is '4' to the teacher and '5' to the policy"):
+        teacher(kind, server, CharacterText("1234567890").decode).score(SEQUENCES, concurrency=1)
+    server.shows_text = False
+    assert teacher(kind, server, CharacterText("1234567890").decode).score(SEQUENCES, concurrency=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_not_there(kind, server):
+    teacher(kind, server).wait_until_ready(1.0)
+    away = SERVERS[kind](HttpClient("http://127.0.0.1:1", timeout=1.0, retries=QUICK), TOP_K, VOCABULARY, TEXT.decode)
+    with pytest.raises(EngineError, match=r"there is no rollout server at http://127\.0\.0\.1:1"):
+        away.wait_until_ready(0.2)
 
 
 def vllm_entries(answer):
@@ -108,5 +127,7 @@ def test_a_server_with_several_models_needs_a_name(server):
     server.faults["/v1/models"] = [lambda answer: {"data": [{"id": "a"}, {"id": "b"}]}]
     with pytest.raises(EngineError, match=r"serves a, b: name the teacher with --teacher-model"):
         teacher("vllm", server).score(SEQUENCES, concurrency=1)
-    teacher("vllm", server, model="b").score(SEQUENCES[:1], concurrency=1)
+    named = teacher("vllm", server)
+    named.model = "b"
+    named.score(SEQUENCES[:1], concurrency=1)
     assert server.seen[-1][1]["model"] == "b"

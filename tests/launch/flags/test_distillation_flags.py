@@ -58,6 +58,7 @@ def test_a_teacher_has_its_own_shape_and_the_runs_layout(configs):
         ([], "--teacher-load-hf | does nothing | --distillation-coef"),
         ([DISTILL, "--teacher-url=http://a:1"], "--teacher-load-hf | --teacher-url http://a:1 are two kinds"),
         ([DISTILL, "--teacher-weights=1"], ""),
+        (["--advantage-estimator=distillation", "--distillation-kind=forward_kl"], ""),
         (
             ["--advantage-estimator=distillation", "--teacher-weights", "1", "2"],
             "--teacher-weights 1.0 2.0 | each of 1",
@@ -98,10 +99,6 @@ def test_words_that_a_teacher_refuses(configs, more, parts):
         ),
         ([DISTILL, "--teacher-url=http://a:1,http://b:1"], "names 2 servers for 1 data-parallel"),
         ([DISTILL, "--teacher-url=a:1"], "--teacher-url: | expected http://host:port"),
-        (
-            [DISTILL, "--teacher-url=http://a:1", "--fused-linear-log-probs"],
-            "--fused-linear-log-probs does not go with --teacher-url http://a:1",
-        ),
         ([DISTILL, "--teacher-url=http://a:1", "--rollout-top-p=0.9"], "--teacher-url http://a:1 | --rollout-top-p"),
         ([DISTILL, "--teacher-url=http://a:1", "--save-teacher=t"], "--save-teacher t needs --save-rollouts"),
         ([DISTILL, "--teacher-files=t"], "--teacher-files t needs --load-rollouts"),

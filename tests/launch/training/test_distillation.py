@@ -11,7 +11,7 @@ import transformers
 from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows
 from megatron_rc.launch.rollouts.teacher_scores import TeacherScores, rows_of
 from tests.support.distillation_oracle import divergences, sampled_log_probs, top_k_divergence
-from tests.support.published_models import GATED, words_of
+from tests.support.published_models import GATED, MODELS, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch, save_initial, share
 from tests.support.rollout_servers import CONFIG, running
@@ -53,7 +53,10 @@ def folders(tmp_path_factory):
 
 
 def read_model(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    # The faster products of experts have no float64.
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
 
 
 def flags_of(folders, layout, *more):
@@ -220,7 +223,7 @@ def served_scores(folder, batch, top_k):
 @pytest.mark.parametrize(
     ("layout", "tail", "more"),
     [
-        (Layout(tp=2, sp=True), "none", []),
+        (Layout(tp=2, sp=True), "none", ["--fused-linear-log-probs"]),
         (Layout(cp=2, dp=2), "rest", ["--rl-use-sequence-packing"]),
         (Layout(pp=2), "sampled", []),
     ],
@@ -278,6 +281,21 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(ranks, folders,
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
 
+def test_a_teacher_may_have_experts(ranks, folders, tmp_path):
+    """The student is dense; the teacher's experts are spread over no ranks, and routed by its own routers."""
+    folder = random_model(MODELS["qwen3_moe"], tmp_path, seed=5)
+    batch = recorded_batch(0)
+    teacher_logits = read_model(folder)(input_ids=batch.tokens).logits[:, :-1].detach()
+
+    def loss_of_tokens(logits):
+        return token_weights(logits, batch) * divergences(logits, teacher_logits, "reverse_kl", 0.5)
+
+    layout = Layout(tp=2, sp=True)
+    run_flags = flags_of([folders[0], folder], layout, "--policy-loss=distill")
+    found = ranks.run(one_step, layout, run_flags)
+    assert_step(found, reference(folders, batch, loss_of_tokens))
+
+
 def test_a_teacher_comes_from_checkpoints_of_another_layout(ranks, folders, tmp_path):
     """The same step as with the directory that the checkpoint was made of."""
     saved = Layout(tp=2)
@@ -312,6 +330,24 @@ def test_a_server_and_its_recorded_log_probs_teach_alike(ranks, tmp_path):
         assert first["distillation/reverse_kl"] > 0
         for name in ("distillation/reverse_kl", "loss/total", "grad_norm"):
             assert second[name] == pytest.approx(first[name], rel=1e-5), name
+
+
+def test_a_run_with_prompts_of_the_teachers_own(ranks, tmp_path):
+    """Sampled, scored and trained by two ranks of CP; another prompt gives another divergence."""
+    torch.manual_seed(2)
+    transformers.AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path / "teacher")
+    short = ["--num-layers=2", "--micro-batch-size=8", "--train-iters=1", "--grpo-iterations=1"]
+    common = [*flags(tmp_path, *short, *WEIGHTS), "--policy-loss=distill", "--teacher-load-hf", f"{tmp_path}/teacher"]
+    common = [word for word in common if not word.startswith("--rollout-rs-threshold")]
+    layout = Layout(cp=2)
+    hint = ["--teacher-prompt=python:tests.support.teacher_servers:with_hint"]
+    measured = []
+    for name, more in (("plain", []), ("hinted", hint)):
+        assert agreed(ranks.run(run_training, layout, [*common, *layout.flags(), *more, f"--run-name={name}"])) is None
+        (row,) = read(tmp_path / name)
+        measured.append(row["distillation/reverse_kl"])
+    assert min(measured) > 0
+    assert measured[0] != pytest.approx(measured[1], rel=1e-6)
 
 
 def bytes_of_teacher(words):

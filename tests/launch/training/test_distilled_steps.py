@@ -39,12 +39,16 @@ class Case:
     objective: Objective
     kind: str
     few: bool = False  # the teacher gives a few tokens alone, and the tail is sampled
+    fused: bool = False  # no logits are stored
     packed: bool = False
     per_token_loss: bool = False
     size: int = 4
 
     def words(self, folder):
-        own = training_cases.cut_words(self, *self.objective.words)
+        own_words = list(self.objective.words)
+        if self.fused:
+            own_words.append("--fused-linear-log-probs")
+        own = training_cases.cut_words(self, *own_words)
         words = flags(folder, *training_cases.BATCH, *own, model=LLAMA)
         return [word for word in words if word in own or not word.startswith(("--rollout-", "--grpo-clamp"))]
 
@@ -74,15 +78,20 @@ def objective(algorithm, level, words="", *, bypass=False, upper=1.4, **more):
 
 KPOP = {"criteria": (("token_kpop", -float("inf"), 0.05),)}
 REJECT = "--rollout-rs=token_kpop --rollout-rs-threshold=0.05"
-FUSED = "--fused-linear-log-probs"
+# Cases with one objective and one kind share the reference's update.
+BY_SEQUENCE = objective("distill", "sequence")
+BY_TOKEN = objective("distill", "token")
+WITH_PPO = objective("ppo_clip", "token", distillation=0.7)
+WITH_REINFORCE = objective("reinforce", "geometric", bypass=True, distillation=0.5)
 CASES = [
-    Case(Layout(cp=2, dp=2), objective("distill", "sequence", FUSED), "reverse_kl", packed=True),
+    Case(Layout(cp=2, dp=2), BY_SEQUENCE, "reverse_kl", fused=True, packed=True),
+    Case(Layout(cp=4), BY_SEQUENCE, "reverse_kl", packed=True, size=8),
     Case(Layout(pp=2, cp=2), objective("distill", "token", bypass=True), "jsd", per_token_loss=True),
     Case(Layout(cp=4), objective("distill", "prefix", REJECT, **KPOP), "forward_kl", size=8),
-    Case(Layout(tp=2, sp=True, pp=2), objective("ppo_clip", "token", distillation=0.7), "forward_kl", packed=True),
-    Case(Layout(pp=2, vpp=True), objective("reinforce", "geometric", bypass=True, distillation=0.5), "reverse_kl"),
-    Case(Layout(tp=2, sp=True), objective("distill", "token", FUSED), "reverse_kl", few=True, packed=True),
-    Case(Layout(cp=2), objective("distill", "turn"), "reverse_kl", few=True, size=8),
+    Case(Layout(tp=2, sp=True, pp=2), WITH_PPO, "forward_kl", packed=True),
+    Case(Layout(pp=2, vpp=True), WITH_REINFORCE, "reverse_kl"),
+    Case(Layout(tp=2, sp=True), BY_TOKEN, "reverse_kl", few=True, fused=True, packed=True),
+    Case(Layout(cp=2), BY_TOKEN, "reverse_kl", few=True, size=8),
 ]
 
 
@@ -106,7 +115,7 @@ def teacher_logits(tokens, positions):
 
 
 @functools.cache
-def expected(case):
+def expected(objective, kind, few):
     """The reference's update."""
     data = training_cases.make_data()
     positions = torch.arange(LENGTH)
@@ -116,18 +125,18 @@ def expected(case):
         for row, tokens in enumerate(data.tokens):
             student = training_oracle.logits(weights, tokens)
             teacher = teacher_logits(tokens, positions)
-            if not case.few:
-                rows.append(divergence(case.kind, student, teacher, beta=BETA))
+            if not few:
+                rows.append(divergence(kind, student, teacher, beta=BETA))
                 continue
             values = [torch.zeros((), dtype=torch.float64)] * LENGTH
             for t in data.mask[row].nonzero().flatten().tolist():
                 ids = teacher[t].topk(FEW).indices.tolist()
                 label = int(tokens[t + 1])
-                values[t] = of_top_k("sampled", case.kind, student[t], teacher[t], ids, beta=BETA, label=label)
+                values[t] = of_top_k("sampled", kind, student[t], teacher[t], ids, beta=BETA, label=label)
             rows.append(torch.stack(values))
         return torch.stack(rows)
 
-    return training_oracle.update(case.objective, data, *training_cases.weights(), divergence_of)
+    return training_oracle.update(objective, data, *training_cases.weights(), divergence_of)
 
 
 # On the ranks
@@ -161,10 +170,9 @@ def teacher_of(case, local, groups, positions):
 @contextlib.contextmanager
 def distilling(case, positions_of):
     """Trainers that are made inside have the teacher's divergence in their loss."""
-    from megatron_rc import RolloutCorrection, masked_loss
+    from megatron_rc import RolloutCorrection
     from megatron_rc.launch.training import trainer
     from megatron_rc.launch.training.models import passes
-    from megatron_rc.parallel import log_prob_processor
 
     processor_of = passes.ModelPasses._processor
 
@@ -173,21 +181,14 @@ def distilling(case, positions_of):
         loss = dataclasses.replace(config.loss, **case.loss())
         return RolloutCorrection(dataclasses.replace(config.correction, **fields), groups, loss=loss)
 
-    def processor(self, scoring, local):
-        if not torch.is_grad_enabled():
-            return processor_of(self, scoring, local)
-        teacher = teacher_of(case, local, self.groups, positions_of(local))
-        with mock.patch.object(passes, "log_prob_processor", functools.partial(log_prob_processor, teacher=teacher)):
-            return processor_of(self, scoring, local)
-
-    def loss(self, scale, model, local, output):
-        log_probs, entropy, from_teacher = output
-        return masked_loss(self.correction, local, log_probs, entropy, scale, divergence=from_teacher)
+    def processor(self, scoring, local, teacher):
+        if torch.is_grad_enabled():
+            teacher = teacher_of(case, local, self.groups, positions_of(local))
+        return processor_of(self, scoring, local, teacher)
 
     with (
         mock.patch.object(trainer, "_correction", correction),
         mock.patch.object(passes.ModelPasses, "_processor", processor),
-        mock.patch.object(trainer.Trainer, "_loss", loss),
     ):
         yield
 
@@ -214,7 +215,7 @@ def run(ranks, case, folder, positions_of=positions_in_sequence):
 
 
 def assert_reference(everywhere, case):
-    want = expected(case)
+    want = expected(case.objective, case.kind, case.few)
     for index in range(MINI_BATCHES):
         assert_gradients(whole_gradients(everywhere, index), want.gradients[index], EXACT)
         got = everywhere[0].metrics[index]
