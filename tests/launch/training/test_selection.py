@@ -76,20 +76,25 @@ def train(words):
     return reported, log_ratios
 
 
-def is_accepted(log_ratios):
-    """Whether a response of these log-ratios has an accepted token, by plain loops."""
+def is_accepted(log_ratios, low=LOW, high=HIGH):
+    """Whether a response of these log-ratios has an accepted token with a weight, by plain loops."""
     ratios = [math.exp(value) for value in log_ratios]
     terms = [ratio - 1 - value for ratio, value in zip(ratios, log_ratios, strict=True)]
-    in_bounds = [LOW <= ratio <= HIGH for ratio in ratios]
+    in_bounds = [low <= ratio <= high for ratio in ratios]
     return any(in_bounds) and sum(terms) / len(terms) <= LIMIT
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"),
-    [(Layout(pp=2, dp=2), []), (Layout(cp=2, dp=2), ["--rl-use-sequence-packing", "--bypass-mode"])],
-    ids=["decoupled", "bypass"],
+    ("layout", "more", "bounds"),
+    [
+        (Layout(pp=2, dp=2), [], ()),
+        (Layout(cp=2, dp=2), ["--rl-use-sequence-packing", "--bypass-mode"], ()),
+        # Outside of these bounds a weight is 0.
+        (Layout(dp=2), ["--rollout-is-mode=mask", "--rollout-is-threshold=0.9_1.1"], (0.9, 1.1)),
+    ],
+    ids=["decoupled", "bypass", "weights"],
 )
-def test_each_response_of_a_run_ends_in_one_place(ranks, tmp_path, layout, more):
+def test_each_response_of_a_run_ends_in_one_place(ranks, tmp_path, layout, more, bounds):
     for index in range(2):
         write_rollouts(recorded(index), tmp_path / "given", 2 * index, 0)
     words = [*LIVE, *layout.flags(), "--global-batch-size=8", "--micro-batch-size=4", "--train-iters=4", "--lr=1e-3"]
@@ -118,7 +123,7 @@ def test_each_response_of_a_run_ends_in_one_place(ranks, tmp_path, layout, more)
             elif step_of_row == BAD_STEP:
                 end = "skipped"
             else:
-                end = "trained" if is_accepted(log_ratios[step_of_row, row]) else "rejected"
+                end = "trained" if is_accepted(log_ratios[step_of_row, row], *bounds) else "rejected"
             expected[end] += 1
         metrics = {name.removeprefix("selection/"): value for name, value in reported[step + 1].items()}
         assert {name: metrics[name] for name in expected} == expected
