@@ -31,6 +31,8 @@ class Sample:
         support: (ids, counts) int32: the tokens that top-p, top-k or min-p kept, one position after the other, and
             their number at each sampled token; 0: all tokens. None: the engine was not asked for them.
         versions: version of the weights that sampled each token. None: the engine's ``version`` sampled all of them.
+        bad_lengths: number of tokens of each bad response that came to the same request before, and of this one if it
+            was dropped; 0: no token came. Engines leave it empty.
     """
 
     token_ids: list[int]
@@ -40,6 +42,7 @@ class Sample:
     routed_experts: Tensor | None = None
     support: tuple[Tensor, Tensor] | None = None
     versions: list[int] | None = None
+    bad_lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

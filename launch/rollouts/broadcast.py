@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.launch.rollouts.excluded import Excluded
 from megatron_rc.launch.rollouts.routed_experts import ExpertsBroadcast
 from megatron_rc.launch.rollouts.sampler import SampledBatch
 from megatron_rc.launch.run_config import RunConfig
@@ -64,27 +65,31 @@ class ReplicaBroadcast:
             shared = self._with_support(shared, None if batch is None else batch.support_ids)
         return shared
 
-    def reward_metrics(self, sampled: SampledBatch | None) -> dict[str, float]:
-        """Means of reward components over the responses that have them, and counts of errors and bad responses.
+    def summary(self, sampled: SampledBatch | None) -> tuple[dict[str, float], list[Excluded]]:
+        """Metrics of a rollout batch over all replicas, and the responses that are not in it; equal on all ranks.
 
-        They are equal on all ranks. ``sampled`` is None except on the first rank of each replica.
+        The metrics are means of reward components over the responses that have them, and counts of errors and bad
+        responses. ``sampled`` is None except on the first rank of each replica.
 
         Collectives: those of :meth:`value`, and one gather of objects over DP.
         """
-        of_replica = self.value(None if sampled is None else (dict(sampled.counts), dict(sampled.sums)))
+        numbers = None
+        if sampled is not None:
+            numbers = dict(sampled.counts), dict(sampled.sums), list(sampled.excluded or ())
+        of_replica = self.value(numbers)
         of_replicas = [of_replica]
         if self.groups.dp is not None and group_size(self.groups.dp) > 1:
             of_replicas = [of_replica] * group_size(self.groups.dp)
             dist.all_gather_object(of_replicas, of_replica, group=self.groups.dp)
 
         metrics: dict[str, float] = {}
-        for name in sorted({name for _, sums in of_replicas for name in sums}):
-            totals_and_numbers = [sums[name] for _, sums in of_replicas if name in sums]
+        for name in sorted({name for _, sums, _ in of_replicas for name in sums}):
+            totals_and_numbers = [sums[name] for _, sums, _ in of_replicas if name in sums]
             total = sum(total for total, _ in totals_and_numbers)
             metrics[f"reward/{name}"] = total / sum(number for _, number in totals_and_numbers)
         for name in of_replica[0]:
-            metrics[name] = float(sum(counts[name] for counts, _ in of_replicas))
-        return metrics
+            metrics[name] = float(sum(counts[name] for counts, _, _ in of_replicas))
+        return metrics, [response for _, _, excluded in of_replicas for response in excluded]
 
     def _for_all(self, batch: RolloutBatch) -> RolloutBatch:
         """The parts of a batch that all ranks get, in the dtypes of this project's engines; records may have others."""

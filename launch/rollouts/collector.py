@@ -20,6 +20,7 @@ from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.rollouts.evaluation import answers_of, metrics_of, sums_by_name, write_answers
+from megatron_rc.launch.rollouts.excluded import Excluded
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.publishers import PartsPublisher, WholeModelPublisher
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
@@ -50,6 +51,8 @@ class RolloutCollector:
         engine: this replica's engine; None on other ranks, and with ``--load-rollouts``.
         open_rollouts: responses of the batches under way, for checkpoints; None without ``--rl-partial-rollouts``.
         reward_metrics: metrics of the last batch, equal on all ranks; empty with ``--load-rollouts``.
+        excluded: responses that were started for the last batch on any replica and are not in it, equal on all ranks;
+            None with ``--load-rollouts``: unknown.
         baselines: [responses] of the last batch, see SampledBatch, on all ranks of the replica.
         routed_experts: those of the last batch as the engine or the records gave them, on the engine's rank.
         teacher_input: see SampledBatch, of the last batch, on all ranks of the replica.
@@ -74,6 +77,7 @@ class RolloutCollector:
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
         self.reward_metrics: dict[str, float] = {}
+        self.excluded: list[Excluded] | None = None
         self.baselines: Tensor | None = None
         self.routed_experts: Tensor | None = None
         self.teacher_input: TeacherInput | None = None
@@ -162,7 +166,7 @@ class RolloutCollector:
 
         shared = self.broadcast.batch(batch)
         if self.config.rollouts.load_rollouts is None:
-            self.reward_metrics = self.broadcast.reward_metrics(sampled)
+            self.reward_metrics, self.excluded = self.broadcast.summary(sampled)
             self._num_unscored += int(self.reward_metrics["reward/errors"])
             self._num_responses += self.config.rollouts.sequences
         if self.config.advantages.advantage_estimator == "remax":

@@ -17,6 +17,7 @@ from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards, penalised
 from megatron_rc.launch.rollouts.batches import batch_of
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
+from megatron_rc.launch.rollouts.excluded import Excluded
 from megatron_rc.launch.rollouts.open_rollouts import OpenRollouts
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows, teacher_prompts
@@ -53,6 +54,8 @@ class SampledBatch:
     teacher_prompts: list[list[int]] | None = None
     # A teacher's log-probs from a server or from files, or the rows with the teacher's own prompts; None: neither.
     teacher_input: TeacherInput | None = None
+    # The responses that were started and are not in the batch, without greedy ones; None: unknown, as of records.
+    excluded: Sequence[Excluded] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,18 @@ class Group:
         """Whether the rewards are all equal, or there are none: such responses give no advantage."""
         pairs = zip(self.rewards, self.outcomes, strict=True)
         return len({reward for reward, outcome in pairs if outcome is not None}) <= 1
+
+    def excluded(self, prompt: tuple[int, int], *, is_replaced: bool) -> list[Excluded]:
+        """The responses that do not get into the batch: the bad ones, and if the prompt is replaced the others too.
+
+        ``prompt`` is the number of the prompt, see :class:`Excluded`.
+        """
+        excluded = []
+        for response in self.responses:
+            excluded += [Excluded(prompt, num_tokens, is_bad=True) for num_tokens in response.bad_lengths]
+            if is_replaced and response.token_ids:
+                excluded.append(Excluded(prompt, len(response.log_probs), is_bad=False))
+        return excluded
 
 
 class RolloutSampler:
@@ -103,7 +118,13 @@ class RolloutSampler:
         bad_before = self.good_samples.bad
 
         groups = self._groups(self._problems(first_prompt, prompts_of_replica), rollouts.grpo_group_size, seed, step)
-        num_replaced = self._replace_flat(groups, first_prompt, seed, step)
+        replaced = self._replace_flat(groups, first_prompt, seed, step)
+        excluded: list[Excluded] = []
+        first_group = self.replica * prompts_of_replica
+        for index, group in enumerate(groups):
+            excluded += group.excluded((first_group + index, 0), is_replaced=False)
+            for number, former in enumerate(replaced[index], start=1):
+                excluded += former.excluded((first_group + index, number), is_replaced=True)
         baselines = None
         if self.config.advantages.advantage_estimator == "remax":
             baselines = self._greedy_rewards(groups, seed, step)
@@ -118,13 +139,15 @@ class RolloutSampler:
             "rollout/dropped_samples": len(rewards) - len(outcomes),
         }
         if rollouts.dynamic_sampling:
-            counts["rollout/replaced_prompts"] = num_replaced
+            counts["rollout/replaced_prompts"] = sum(map(len, replaced))
             counts["rollout/flat_prompts"] = sum(group.is_flat for group in groups)
         sums = scores.sums()
         if baselines is not None:
             sums["greedy"] = (float(baselines.double().sum()), len(baselines))
-        batch = self._batch(responses, rewards, self.replica * prompts_of_replica)
-        return SampledBatch(batch, counts, sums, baselines, self._teacher_prompts(groups))
+        batch = self._batch(responses, rewards, first_group)
+        return SampledBatch(
+            batch, counts, sums, baselines, teacher_prompts=self._teacher_prompts(groups), excluded=excluded
+        )
 
     def _teacher_prompts(self, groups: Sequence[Group]) -> list[list[int]] | None:
         """Token ids of the teacher's own prompt of each response; None without ``--teacher-prompt``."""
@@ -166,12 +189,13 @@ class RolloutSampler:
         """End the processes that score."""
         self.rewarder.close()
 
-    def _replace_flat(self, groups: list[Group], first_prompt: int, seed: int, step: int) -> int:
-        """Replace groups whose responses have equal rewards, in the list; return the number of replacements.
+    def _replace_flat(self, groups: list[Group], first_prompt: int, seed: int, step: int) -> list[list[Group]]:
+        """Replace groups whose responses have equal rewards, in the list.
 
-        A replacement depends only on the step, the index and the try.
+        Returns, for each index of the list, the groups that stood there before. A replacement depends only on the step,
+        the index and the try.
         """
-        num_replaced = 0
+        replaced: list[list[Group]] = [[] for _ in groups]
         for attempt in range(self.config.rollouts.dynamic_sampling):
             flat_indices = [index for index, group in enumerate(groups) if group.is_flat]
             if not flat_indices:
@@ -181,9 +205,9 @@ class RolloutSampler:
             seed_of_attempt = derive_seed(seed, _REPLACED_FROM + attempt)
             replacements = self._groups(problems, self.config.rollouts.grpo_group_size, seed_of_attempt, step)
             for index, replacement in zip(flat_indices, replacements, strict=True):
+                replaced[index].append(groups[index])
                 groups[index] = replacement
-            num_replaced += len(flat_indices)
-        return num_replaced
+        return replaced
 
     def _greedy_rewards(self, groups: Sequence[Group], seed: int, step: int) -> Tensor:
         """[responses], reward of the greedy response to each response's prompt; 0 if that response was dropped."""

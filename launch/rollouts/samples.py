@@ -68,6 +68,8 @@ class GoodSamples:
     ) -> list[Sample]:
         """One response for each prompt, in their order; a dropped one has no token and the finish reason "abort".
 
+        The ``bad_lengths`` of a response tell of the bad ones before it.
+
         ``step``: optimizer step at which their rollout batch begins; None: they belong to none.
 
         Raises EngineError if a response is bad, with ``--bad-samples stop``.
@@ -77,6 +79,7 @@ class GoodSamples:
         if faults and self.policy == "stop":
             raise EngineError(next(iter(faults.values())))
         self._count_and_write(faults, prompts, samples, 1)
+        bad_lengths: dict[int, tuple[int, ...]] = {index: () for index in faults}
 
         retries = self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
         for number in range(retries):
@@ -85,11 +88,15 @@ class GoodSamples:
             seed_of_try = derive_seed(seed, _TRIES_FROM + number)
             again = self._ask([prompts[index] for index in faults], params, longest, seed_of_try, step)
             for index, sample in zip(faults, again, strict=True):
+                bad_lengths[index] += (len(samples[index].token_ids),)
                 samples[index] = sample
             faults = self._faults(samples, longest)
             self._count_and_write(faults, prompts, samples, number + 2)
         for index in faults:
+            bad_lengths[index] += (len(samples[index].token_ids),)
             samples[index] = Sample([], [], "abort")
+        for index, lengths in bad_lengths.items():
+            samples[index] = dataclasses.replace(samples[index], bad_lengths=lengths)
         return samples
 
     def _faults(self, samples: Sequence[Sample], longest: int) -> dict[int, str]:
@@ -185,10 +192,15 @@ def dropped(batch: RolloutBatch) -> Tensor:
     return (batch.finish_reasons == _DROPPED) & ~batch.response_mask.any(dim=1)
 
 
+def cut_off(batch: RolloutBatch) -> Tensor:
+    """[n] bool: responses that ended at the length limit."""
+    return batch.finish_reasons == _CUT_OFF
+
+
 def without_overlong(batch: RolloutBatch) -> RolloutBatch:
     """Mask all tokens of responses that were cut off, as DAPO does (Yu et al. 2025, overlong filtering).
 
     Their rewards stay, so the baselines of the other responses do not change.
     """
-    is_whole = (batch.finish_reasons != _CUT_OFF).unsqueeze(1)
+    is_whole = ~cut_off(batch).unsqueeze(1)
     return dataclasses.replace(batch, response_mask=torch.where(is_whole, batch.response_mask, False))

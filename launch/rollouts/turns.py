@@ -30,6 +30,9 @@ class Conversation:
     rewards: tuple[float, ...] = ()  # reward that came with the reply to each turn that got one
     failed: Outcome | None = None  # reply that failed and so ended the conversation
     is_cut: bool = False  # an observation left no room for another turn
+    # Sampled tokens of each bad response to this prompt that was sampled again or dropped: those of the turns before,
+    # and those of the bad turn; 0: the bad turn had none, so that the length is unknown.
+    bad_lengths: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -113,9 +116,12 @@ class Conversation:
 
     def with_turn(self, sample: Sample) -> Conversation:
         """The conversation after another turn; a dropped turn, without tokens, drops the whole response."""
+        num_before = len(self.log_probs)
+        of_turn = [num_before + length if length else 0 for length in sample.bad_lengths]
+        bad_lengths = (*self.bad_lengths, *of_turn)
         if not sample.token_ids:
-            return Conversation(self.prompt, (sample,))
-        return replace(self, turns=(*self.turns, sample))
+            return Conversation(self.prompt, (sample,), bad_lengths=bad_lengths)
+        return replace(self, turns=(*self.turns, sample), bad_lengths=bad_lengths)
 
     def with_reply(self, outcome: Outcome, room: int | None) -> Conversation:
         """The conversation after a reply to its newest turn.

@@ -23,6 +23,7 @@ from megatron_rc.launch.training.attribution import drawn
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
 from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
+from megatron_rc.launch.training.batches.selection import Selection
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
 from megatron_rc.launch.training.checks.equal_rewards import EqualRewards
 from megatron_rc.launch.training.checks.folder_locks import in_use
@@ -218,6 +219,13 @@ class _Run:
         common = summary.metrics | collector.reward_metrics
         common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
+        selection = Selection(
+            summary.responses,
+            collector.excluded,
+            num_replicas=self.config.data_parallel_size,
+            num_mini_batches=mini_batches,
+            masks_overlong=self.config.rewards.overlong == "mask",
+        )
         nonzero: list[float] = []
         if prepared:
             kl_metric = self.config.advantages.kl_metric
@@ -234,6 +242,9 @@ class _Run:
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
             self._say_of_replay()
+            selection.count_step(update % mini_batches, trainer.accepted if prepared else None)
+            if update == self.config.updates_per_rollout - 1:
+                metrics |= selection.metrics(knows_versions=trainer.version is not None)
             self.distributions = summary.distributions
             # A correction in the loss has no metrics if its step was left out before the schedule.
             if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):

@@ -21,6 +21,7 @@ from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import dropped, without_overlong
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import is_one_pass
+from megatron_rc.launch.training.accepted import AcceptedResponses, CountingCorrection
 from megatron_rc.launch.training.attribution import attribute_batch, rounded_weights
 from megatron_rc.launch.training.batches.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch, LocalTokens, cut_batch
@@ -45,7 +46,6 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.training.plan import LossScale, Plan
-from megatron_rc.training.rollout_correction import RolloutCorrection
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 
@@ -73,6 +73,8 @@ class Trainer(TrainedModel):
         replay_check: check of the replayed experts; None unless the rollouts' experts are replayed.
         kept_log_probs: log π_θ of each micro-batch of the last step if ``keeps_log_probs`` is set; empty on stages
             before the last.
+        accepted: for each response of the last step's mini-batch, replica after replica, whether one of its tokens is
+            accepted with a weight other than 0; equal on all ranks. None: the step was left out for another reason.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -111,6 +113,9 @@ class Trainer(TrainedModel):
         self.loaded_from: Path | None = None
         self.keeps_log_probs = False
         self.kept_log_probs: list[Tensor] = []
+        self.accepted: list[bool] | None = None
+        self._accepted_responses = AcceptedResponses(config, groups)
+        self._accepted_numbers: list[float] = []
         self.routing_metrics: dict[str, float] = {}
         model = self.model
         optimizer = self.optimizer
@@ -333,6 +338,7 @@ class Trainer(TrainedModel):
                 finds an unusable log-prob at a trained position; no weight has changed.
         """
         phases.enter(f"the training of step {self.iteration + 1}")
+        self.accepted = None
         critic = self.critic
         values = None
         if critic is not None and prepared.values is not None:
@@ -351,6 +357,7 @@ class Trainer(TrainedModel):
             return self._end_metrics()
         # 2. The plan accepts no token.
         if prepared.plan.skips(mini_batch):
+            self.accepted = [False] * self.config.training.global_batch_size
             return self.skip()
         # 3. Every advantage is 0, so that the gradient would be 0.
         if mini_batch in prepared.without_signal:
@@ -359,11 +366,15 @@ class Trainer(TrainedModel):
         metrics = self.accumulate(prepared, mini_batch)
         # 4. The correction in the loss accepts no token.
         if metrics is None:
+            self.accepted = [False] * self.config.training.global_batch_size
             return self._step_metrics() | self.skip()
         if self.config.loss.distils:
             # Named by its kind: those of two runs can be compared only if they are of one.
             kind = self.config.loss.distillation_kind
             metrics[f"distillation/{kind}"] = metrics.pop("policy/divergence")
+        self._accepted_numbers = self._accepted_responses.numbers(
+            prepared.batch, mini_batch, self.correction.num_training_tokens
+        )
         if is_first and not self.correction.corrects_in_loss:
             # Both passes have equal weights, so that only their arithmetic differs.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
@@ -412,6 +423,7 @@ class Trainer(TrainedModel):
         if prepared.plan.skips(mini_batch):
             return None
         self.clear_gradients()
+        self.correction.num_training_tokens = []
         cuts = prepared.batch.cuts[mini_batch]
         scale = prepared.plan.loss_scale(
             mini_batch,
@@ -472,7 +484,10 @@ class Trainer(TrainedModel):
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())
-        self.batch_check.hear(self.checks.gradient(self.iteration + 1, norm, self.batch_check.numbers))
+        numbers = self._accepted_numbers
+        shared = self.checks.gradient(self.iteration + 1, norm, [*numbers, *self.batch_check.numbers])
+        self.accepted = [number > 0 for number in shared[: len(numbers)]]
+        self.batch_check.hear(shared[len(numbers) :])
         return norm
 
     def _step_metrics(self) -> dict[str, float]:
@@ -480,8 +495,8 @@ class Trainer(TrainedModel):
         return {} if self.correction.step is None else self.correction.step.metrics()
 
 
-def _correction(config: RunConfig, groups: ParallelGroups) -> RolloutCorrection:
-    return RolloutCorrection(
+def _correction(config: RunConfig, groups: ParallelGroups) -> CountingCorrection:
+    return CountingCorrection(
         config.correction,
         groups,
         loss=config.loss,

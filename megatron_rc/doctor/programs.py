@@ -43,6 +43,13 @@ NAMES_OF: Mapping[str, Mapping[str, str]] = {
         "policy/entropy": "entropy",
         "reward/mean": "reward",
         "reward/nonzero_advantages": "nonzero_advantages",
+        "selection/inclusion_shortest": "inclusion_shortest",
+        "selection/inclusion_longest": "inclusion_longest",
+        "selection/started": "started",
+        "selection/bad": "bad",
+        "selection/replaced": "replaced",
+        "selection/overlong": "overlong",
+        "selection/rejected": "rejected",
     },
     "slime": {
         "train_rollout_logprob_abs_diff": "abs_log_ratio",

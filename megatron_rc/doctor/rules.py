@@ -197,6 +197,16 @@ def _is_mean_off(facts: Facts) -> bool:
     return mean < 0.1 or ((mean < 0.5 or mean > 2) and not (_are_long_products(facts) or _grows(facts)))
 
 
+def _selects_by_length(facts: Facts) -> bool:
+    """Long responses train less than half as often as short ones, and chance does not explain it."""
+    shortest = facts["inclusion_shortest"]
+    longest = facts["inclusion_longest"]
+    mean = (shortest + longest) / 2
+    # Variance of the difference of two rates, each of a quarter of the responses of one batch.
+    variance = mean * (1 - mean) * 8 / max(facts["started"], 1.0)
+    return longest < 0.5 * shortest and shortest - longest > 3 * math.sqrt(max(variance, 0.0))
+
+
 def _is_moved_by_entropy(facts: Facts) -> bool:
     """The entropy rises again beside small token weights, which do not reduce the entropy bonus."""
     are_small = facts["token_weights"] == 1 and facts["rollout_is_applied_mean"] < 0.9
@@ -416,6 +426,18 @@ RULES: tuple[Rule, ...] = (
         words="{rollout_is_veto_fraction:.0%} of the sequences have a token below the veto's threshold",
         advice="lower {veto}, or find out why the trainer gives these tokens almost no probability",
         sources=f"{_FIRST} (0.1)",
+    ),
+    Rule(
+        name="length_selection",
+        title="long responses that are left out more often than short ones",
+        needs=(("inclusion_shortest", "inclusion_longest", "started"),),
+        holds=_selects_by_length,
+        words="of the longest quarter of the responses {inclusion_longest:.0%} train, of the shortest "
+        "{inclusion_shortest:.0%}; of {started:.0f} started responses of a batch {bad:.0f} are bad, {replaced:.0f} "
+        "replaced, {overlong:.0f} overlong and {rejected:.0f} rejected",
+        advice="no weight brings them back: keep overlong responses or allow longer ones, reject by means over tokens "
+        "in place of sums, and repair what makes them bad",
+        sources="tinker-cookbook#822 (slow rollouts are left out)",
     ),
     Rule(
         name="jump",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -270,6 +271,37 @@ def test_an_entropy_bonus_beside_small_token_weights():
         assert from_rows(entropies(*levels), settings) == []
     full = [row | {"rollout_corr/rollout_is_applied_mean": 0.95} for row in entropies(2.0, 0.6, 1.2)]
     assert from_rows(full, settings) == []
+
+
+def inclusion(shortest, longest, started, **ends):
+    """Rows of ten batches with these metrics of the selection."""
+    rates = {"inclusion_shortest": shortest, "inclusion_longest": longest, "started": started}
+    row = {"rollout_corr/kl": 0.0} | {f"selection/{name}": value for name, value in (rates | ends).items()}
+    return [row | {"step": step, "reward/mean": step} for step in range(1, 11)]
+
+
+def test_long_responses_that_are_left_out_are_a_selection():
+    ends = {"bad": 0, "replaced": 0, "overlong": 24, "rejected": 6}
+    (verdict,) = judge(facts_of_series(own_rows(inclusion(0.95, 0.2, 128, **ends), "here")[0]))
+    assert verdict.rule.name == "length_selection"
+    assert "quarter of the responses 20% train, of the shortest 95%; of 128 started" in verdict.words
+    assert "24 overlong and 6 rejected" in verdict.words
+    # Short ones that are left out, equal shares, and shares of few responses.
+    for rates in ((0.2, 0.95, 128), (0.9, 0.5, 4096), (0.02, 0.02, 128), (1, 1, 8), (0, 0, 8), (0.5, 0.2, 16)):
+        assert from_rows(inclusion(*rates)) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_selection_is_found_if_chance_alone_leaves_responses_out(seed):
+    dice = random.Random(seed)
+    for _ in range(20):
+        quarter = dice.choice([1, 4, 16, 128])
+        rate = dice.choice([0.02, 0.1, 0.5, 0.9])
+        shares = [[sum(dice.random() < rate for _ in range(quarter)) / quarter for _ in "sl"] for _ in range(10)]
+        batches = []
+        for step, (shortest, longest) in enumerate(shares):
+            batches.append(inclusion(shortest, longest, 4 * quarter)[0] | {"step": step, "reward/mean": step})
+        assert from_rows(batches) == []
 
 
 def signals(rewards, shares):

@@ -80,6 +80,7 @@ entropy_bonus | below #, | rollout_is_applied_mean | token_weights: 1, entropy_b
 entropy_bonus | above # nats | entropy | token_weights: 1, entropy_bonus: 1, entropy_rise: 9, rollout_is_applied_mean: 0
 entropy_bonus | and # times | entropy_rise | token_weights: 1, entropy_bonus: 1, entropy: 9, rollout_is_applied_mean: 0
 veto | more than # % | rollout_is_veto_fraction | -
+length_selection | below # times | inclusion_longest | inclusion_shortest: 1, started: 99999
 wide_weights | weights > #, | rollout_is_std | -
 wide_weights | size < # | rollout_is_eff_sample_size | -
 mean_weight | below #; | rollout_is_mean | chi2_token: 0

@@ -7,11 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rc.launch.rollouts.samples import dropped
+from megatron_rc.launch.rollouts.samples import cut_off, dropped
 from megatron_rc.measures.histogram import NUM_BINS, Distribution, Histogram, bins_of, even_bins
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
+from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch
+
+
+class SampledResponse(NamedTuple):
+    """A response of a rollout batch."""
+
+    group_id: float
+    num_tokens: float  # number of sampled tokens
+    age: float  # sum over these tokens of the steps between the weights that sampled and those that train
+    is_dropped: float  # 1: it was dropped, and has no token
+    is_cut_off: float  # 1: it ended at the length limit
 
 
 class RolloutSummary(NamedTuple):
@@ -19,6 +30,7 @@ class RolloutSummary(NamedTuple):
 
     metrics: dict[str, float]  # means, extremes and sums
     distributions: dict[str, Distribution]  # histograms of the responses' rewards and lengths
+    responses: list[SampledResponse]  # all responses, replica after replica
 
 
 def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> RolloutSummary:
@@ -39,7 +51,13 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     )
     bins_of_rewards = bins_of(rewards * scale_of_rewards, is_kept[None])[0]
     bins_of_lengths = bins_of(lengths * scale_of_lengths, is_kept[None])[0]
-    sums = all_reduce_sum(torch.cat([columns.sum(dim=1), bins_of_rewards, bins_of_lengths]), groups.dp).tolist()
+    # Each replica fills its own rows of a table of zeros, so that the sum is the table of all replicas.
+    table = lengths.new_zeros(group_size(groups.dp), len(lengths), len(SampledResponse._fields))
+    # In the order of the fields of SampledResponse.
+    fields = [batch.group_ids.double(), lengths, ages.sum(dim=1), 1 - is_kept, cut_off(batch).double()]
+    table[group_rank(groups.dp)] = torch.stack(fields, dim=1)
+    local_sums = torch.cat([columns.sum(dim=1), bins_of_rewards, bins_of_lengths, table.flatten()])
+    sums = all_reduce_sum(local_sums, groups.dp).tolist()
     count, reward, squared, tokens, stops, turn, age = sums[:7]
     metrics = {
         "reward/mean": reward / count,
@@ -54,7 +72,12 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     if version is not None:
         metrics |= {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
     of_rewards = Histogram(sums[7 : 7 + NUM_BINS])
-    of_lengths = Histogram(sums[7 + NUM_BINS :])
+    of_lengths = Histogram(sums[7 + NUM_BINS : 7 + 2 * NUM_BINS])
+    num_fields = len(SampledResponse._fields)
+    flat_table = sums[7 + 2 * NUM_BINS :]
+    responses = [
+        SampledResponse(*flat_table[begin : begin + num_fields]) for begin in range(0, len(flat_table), num_fields)
+    ]
     shortest = -minus_shortest
     distributions = {
         "reward/rewards": even_bins(
@@ -69,7 +92,7 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
             most=int(longest - shortest) + 1,
         ),
     }
-    return RolloutSummary(metrics, distributions)
+    return RolloutSummary(metrics, distributions, responses)
 
 
 def _scale(largest: float) -> float:

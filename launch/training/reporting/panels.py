@@ -73,6 +73,15 @@ OTHERS = (
     ),
     Panel("Response length, tokens", "Mean over the sampled responses.", {"rollout/response_length": "mean length"}),
     Panel(
+        "Inclusion rate, shares",
+        "Share of the started responses that trained; far apart, the length selects.",
+        {
+            "selection/inclusion": "all",
+            "selection/inclusion_shortest": "shortest quarter",
+            "selection/inclusion_longest": "longest quarter",
+        },
+    ),
+    Panel(
         "Staleness, optimizer steps",
         "Steps by which the sampling weights were older than the trained weights.",
         {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest"},

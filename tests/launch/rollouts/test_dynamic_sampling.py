@@ -61,6 +61,16 @@ def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
     asked = made.engine.asked
     assert 1 < len(asked) <= 1 + tries
     assert sampled.counts["rollout/replaced_prompts"] == sum(len(prompts) for prompts, *_ in asked[1:]) // GROUP
+    # Each response that was asked for is in the batch or among the excluded ones, with its length and its prompt.
+    in_batch = batch.response_mask.sum(dim=1).tolist()
+    excluded = [response.num_tokens for response in sampled.excluded]
+    answered = [len(sample.token_ids) for samples in made.engine.answers for sample in samples]
+    assert sorted(in_batch + excluded) == sorted(answered)
+    assert not any(response.is_bad for response in sampled.excluded)
+    prompts = [response.prompt for response in sampled.excluded]
+    assert all(prompts.count(prompt) == GROUP for prompt in prompts)
+    assert len(set(prompts)) == sampled.counts["rollout/replaced_prompts"]
+    assert default.sample(0).excluded == []
     left = [values for values in groups_of(batch) if len(values) == 1]
     assert sampled.counts["rollout/flat_prompts"] == len(left)
     assert tries < 30 or not left
@@ -121,6 +131,10 @@ def test_a_run_with_both(ranks, tmp_path, layout):
     assert ranks.run(run_training, layout, flags(tmp_path, *words)) == [None] * layout.world
     for row in rows(tmp_path):
         assert 0 <= row["reward/greedy"] <= 1
+        assert row["selection/replaced"] == GROUP * row["rollout/replaced_prompts"]
+        ends = ("trained", "bad", "replaced", "overlong", "rejected", "skipped")
+        assert row["selection/started"] == sum(row[f"selection/{end}"] for end in ends)
+        assert row["selection/started"] == 16 + row["selection/replaced"]
         assert {"rollout/replaced_prompts", "rollout/flat_prompts", "reward/nonzero_advantages", "grad_norm"} <= set(
             row
         )

@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_bad_response_ends_the_run_or_is_dropped(tmp_path, kind):
         assert kind == "server" or str(error.value).startswith("--rollout-engine transformers, prompt 1: ")
         assert not (tmp_path / "run" / "bad").exists()
     samples = good_samples(tmp_path, engine := Engine([GOOD, bad, GOOD]), "--bad-samples=drop")
-    assert ask(samples) == [GOOD, Sample([], [], "abort"), GOOD]
+    assert ask(samples) == [GOOD, Sample([], [], "abort", bad_lengths=(len(bad.token_ids),)), GOOD]
     assert (samples.bad, len(engine.asked)) == (1, 1)
     line = json.loads((tmp_path / "run" / "bad" / "samples.jsonl").read_text())
     assert words in line["error"]
@@ -82,7 +83,8 @@ def test_a_bad_response_can_be_sampled_again(tmp_path):
     too_long, _ = BAD["long"]
     engine = Engine([bad, GOOD, bad], [GOOD, too_long], [bad])
     samples = good_samples(tmp_path, engine, "--bad-samples=resample", "--bad-sample-attempts=2")
-    assert ask(samples) == [GOOD, GOOD, Sample([], [], "abort")]
+    resampled = replace(GOOD, bad_lengths=(2,))
+    assert ask(samples) == [resampled, GOOD, Sample([], [], "abort", bad_lengths=(2, 5, 2))]
     assert samples.bad == 4
     assert [prompts for prompts, _ in engine.asked] == [PROMPTS, [[1], [3]], [[3]]]
     assert len({seed for _, seed in engine.asked}) == 3
@@ -157,8 +159,15 @@ def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
     assert first["reward/mean"] == pytest.approx(kept.mean().item())
     assert first["reward/min"] == kept.min()
     assert first["rollout/response_length"] == sum(int(batch.response_mask.sum()) for batch in batches) / len(kept)
+    ends = [first[f"selection/{name}"] for name in ("started", "finished", "bad", "trained", "skipped")]
+    assert ends in ([16, 12, 4, 12, 0], [16, 12, 4, 0, 12])
     words += ["--bad-samples=resample", "--grpo-iterations=2"]
     assert ranks.run(train_with_bad_samples, layout, words, 1.0, bad) == [None] * 4, "half of the batch is enough"
+    # Retries are started responses too: here all of one replica are bad.
+    first, second = rows(tmp_path)
+    assert "selection/started" not in first, "the numbers come with the last step on the batch"
+    assert second["selection/bad"] == second["rollout/bad_samples"] == 8 * 4
+    assert (second["selection/started"], second["selection/finished"]) == (8 + 8 * 4, 8)
 
 
 def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):

@@ -101,6 +101,16 @@ def test_a_turn_without_an_end_and_a_dropped_one_get_no_reply():
     assert token_ids == [[], [6, EOS, 20, 6, 6], [6, 6]], "a dropped turn drops its response"
 
 
+def test_bad_turns_are_told_with_the_tokens_before_them():
+    retried = turn(5, 6, EOS, bad_lengths=(4, 0))
+    dropped = Sample([], [], "abort", bad_lengths=(1, 0, 2))
+    engine = Scripted([retried, (6, EOS)], [dropped, turn(6, 6, bad_lengths=(2,))])
+    conversations, _ = talk(engine, [[([20], 0), ([20], 0)]], max_turns=2, room=90)
+    # Observations are not sampled.
+    assert [conversation.bad_lengths for conversation in conversations] == [(4, 0, 4, 0, 5), (4,)]
+    assert [conversation.token_ids for conversation in conversations] == [[], [6, EOS, 20, 6, 6]]
+
+
 def test_without_replies_a_conversation_is_one_turn():
     (conversation,) = converse([(2,)], lambda texts, seed: [ENDED], 0)
     assert (conversation.token_ids, conversation.sampled) == ([5, EOS], [True, True])

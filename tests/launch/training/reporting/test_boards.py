@@ -52,7 +52,8 @@ def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path):
     for name in shown:
         assert [event.step for event in events.Scalars(name)] == [1, 2]
     sections = {name.partition("/")[0] for name in events.Tags()["scalars"]}
-    assert sections == {"reward", "rollout", "rollout_corr", "policy", "loss", "optimizer", "perf", "timers"}
+    of_rollouts = {"reward", "rollout", "selection", "rollout_corr"}
+    assert sections == of_rollouts | {"policy", "loss", "optimizer", "perf", "timers"}
     assert set(events.Tags()["scalars"]) == {in_section(name) for name in names if not re.search(r"_p\d\d$", name)}
     tokens, sequences = (row[f"rollout_corr/num_{name}"] for name in ("tokens", "sequences"))
     counted = {
