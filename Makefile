@@ -45,7 +45,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu quarter-gpu \
-	wheels bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-experts study-hard study-smollm2 format clean
+	wheels bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-experts study-working study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -69,13 +69,17 @@ run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 study: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study main $(if $(DATA),--data $(DATA))
 
-# All 240 runs, with other baselines, long responses, realistic mismatches and an entropy bonus.
+# All runs of one process: also other baselines, long responses, realistic mismatches and an entropy bonus.
 study-all: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study all $(if $(DATA),--data $(DATA))
 
 # One block of them.
 study-baselines study-long study-realistic study-bonus study-experts: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study $(@:study-%=%) $(if $(DATA),--data $(DATA))
+
+# The mismatches of working engines, five seeds: 330 runs, written to docs/study_working.json.
+study-working: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study working_short working_long $(if $(DATA),--data $(DATA))
 
 # SmolLM2 with rollouts of weights up to eight steps old: three runs, written to docs/study_hard.json.
 study-hard:

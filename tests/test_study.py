@@ -12,7 +12,7 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import document, engine, queue, results, settings
+from benchmarks.study import comparison, document, engine, queue, results, settings
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
@@ -108,6 +108,7 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     study_engine.load_weights(weights_of(exact), 0)
     task = CountUp(seed=0)
     total = 0.0
+    total_right = 0.0
     for problem in task.problems(0, 100, held_out=True):
         tokens = task.text.encode(problem)
         chance = 1.0
@@ -123,8 +124,10 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
                 total += chance * (1 - likely) * earned
             tokens = [*tokens, right]
             chance = chance * likely
+        total_right += chance
     rows = [json.loads(line) for line in study_engine.policy_file.read_text().splitlines()]
-    assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5)}]
+    right_share = pytest.approx(total_right / 100, rel=1e-5)
+    assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5), "right": right_share}]
     assert total > 0.5
 
 
@@ -177,8 +180,8 @@ def finished_run(folder, run, rewards=(0.1, 0.5)):
     rows[3] |= {"grad_norm": float("inf")}
     rows[11] |= {"reward/mean": 0.75, "rollout_corr/kl": 0.75}
     (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    policy = [{"step": 10 * number, "reward": reward} for number, reward in enumerate(rewards)]
-    lines = [*policy, {"step": 15, "reward": 0.0}, {"step": 18, "reward": rewards[-1]}]
+    policy = [{"step": 10 * number, "reward": reward, "right": reward / 2} for number, reward in enumerate(rewards)]
+    lines = [*policy, {"step": 15, "reward": 0.0, "right": 0.0}, {"step": 18, "reward": rewards[-1], "right": 0.25}]
     (run_folder / settings.POLICY_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in lines))
 
 
@@ -192,6 +195,7 @@ def test_measuring(tmp_path):
     assert outcome.key == ("count_up", "rounding", "uncorrected", 1)
     assert (outcome.flags, outcome.commit, outcome.seconds) == (" ".join(MAIN[1].flags), "abc", 60.0)
     assert (outcome.policy, outcome.final, outcome.best) == ([(0, 0.1), (10, 0.5), (18, 0.5)], 0.5, 0.5)
+    assert outcome.right == [(0, 0.05), (10, 0.25), (18, 0.25)]
     assert outcome.over_the_run == pytest.approx((10 * 0.3 + 8 * 0.5) / 18)
     means = {"k3": 0.25, "grad_norm": 2.0, "entropy": 1.5, "length": 8.0}
     assert {measure: outcome.curves[measure] for measure in means} == {
@@ -211,17 +215,57 @@ def test_measuring(tmp_path):
     assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
 
 
+# Comparisons with five seeds.
+
+
+def test_a_difference_of_means_has_the_textbooks_interval_and_chance():
+    """Student's data of two sleeping drugs, in R's documentation of t.test (Welch): t -1.8608, 17.776 degrees."""
+    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    difference = comparison.difference_of(first, second)
+    assert difference.mean == pytest.approx(-1.58)
+    assert (difference.low, difference.high) == pytest.approx((-3.3654832, 0.2054832), abs=1e-6)
+    assert difference.p == pytest.approx(0.07939, abs=1e-5)
+    assert comparison.difference_of([1.0, 1.0], [1.0, 1.0]).p == 1
+
+
+def test_chances_are_corrected_for_their_number():
+    """Holm's steps: 0.01 times 4, 0.02 times 3, then never smaller than before, and at most 1."""
+    chances = {("a",): 0.02, ("b",): 0.01, ("c",): 0.021, ("d",): 0.9}
+    assert comparison.holm(chances) == pytest.approx({("b",): 0.04, ("a",): 0.06, ("c",): 0.06, ("d",): 0.9})
+
+
+def test_verdicts_of_five_seeds_wait_for_all_runs():
+    rewards = {"uncorrected": 0.5, "token_tis": 0.9, "bypass": 0.1}
+    outcomes = []
+    for block in settings.WORKING_BLOCKS:
+        for run in block.runs:
+            reward = rewards.get(run.correction.name, 0.5) + run.seed / 1000
+            policy = [(0, reward), (200, reward)]
+            outcomes.append(results.Outcome(*run.key, "", "", 1.0, None, policy, {}, right=policy))
+    assert comparison.comparisons(outcomes[:-1], settings.WORKING_BLOCKS) == {}
+    compared = comparison.comparisons(outcomes, settings.WORKING_BLOCKS)
+    assert len(compared) == 2 * 4 * 7 * 3
+    for (_, _, how, _), verdict in compared.items():
+        expected = {"token_tis": "better", "bypass": "worse"}.get(how, "undecided")
+        assert verdict.verdict == expected
+    table = document.table(outcomes, settings.WORKING_BLOCKS[0])
+    row = next(line for line in table.splitlines() if line.startswith("| weights up to 8 steps old | token TIS |"))
+    assert "| 0.90 (0.90 to 0.91) | +0.40 (+0.40 to +0.40) | better, p " in row
+
+
 # The committed files.
 
 
 @functools.cache
-def committed(name="study"):
-    return results.read(ROOT / "docs" / f"{name}.json")
+def committed(name="study.json"):
+    return results.read(ROOT / "docs" / name)
 
 
 def test_the_data_are_of_the_designs_runs():
-    flags = {run.key: " ".join(run.flags) for run in [*RUNS, *settings.HARD.runs]}
-    for name in ("study", "study_hard"):
+    for name in ("study.json", "study_hard.json", "study_working.json"):
+        blocks = [block for block in [*settings.BLOCKS.values(), settings.HARD] if block.data == name]
+        flags = {run.key: " ".join(run.flags) for run in settings.runs_of(blocks)}
         assert all(flags[outcome.key] == outcome.flags for outcome in committed(name))
         assert len({outcome.key for outcome in committed(name)}) == len(committed(name))
     last = {"count_up": 200, "bonus": 200, "count_on": 100, "experts": 200}
@@ -230,7 +274,7 @@ def test_the_data_are_of_the_designs_runs():
 
 @pytest.mark.parametrize("block", [*settings.BLOCKS.values(), settings.HARD], ids=lambda block: block.name)
 def test_the_page_has_the_tables_of_the_data(block):
-    data = committed("study_hard" if block is settings.HARD else "study")
+    data = committed(block.data)
     _, begin, after = (ROOT / "docs" / "study.md").read_text().partition(f"{document.begin_of(block)}\n")
     assert begin
     assert after.partition(document.END)[0] == f"\n{document.table(data, block)}\n"

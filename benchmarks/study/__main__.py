@@ -15,7 +15,6 @@ from benchmarks.study.settings import BLOCKS, HARD, ROOT, runs_of
 
 DOCS = ROOT / "docs"
 DATA = DOCS / "study.json"
-HARD_DATA = DOCS / "study_hard.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,27 +34,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--hard {args.hard}: no config.json there, see make study-hard")
     names = [args.blocks] if isinstance(args.blocks, str) else args.blocks
     blocks = [HARD] if args.hard else [block for name, block in BLOCKS.items() if {name, "all"} & {*names}]
-    data = (args.data or (HARD_DATA if args.hard else DATA)).resolve()
-    own = [f"--load-hf={args.hard.resolve()}"] if args.hard else []
-    try:
-        run_all(list(runs_of(blocks)), data, args.runs.resolve(), args.at_once, say, *own)
-    except StudyError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
-    if data in (DATA, HARD_DATA):
+    model = [f"--load-hf={args.hard.resolve()}"] if args.hard else []
+    for name in dict.fromkeys(block.data for block in blocks):
+        data = (args.data or DOCS / name).resolve()
+        runs = list(runs_of(block for block in blocks if block.data == name))
+        try:
+            run_all(runs, data, args.runs.resolve(), args.at_once, say, *model)
+        except StudyError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(1)
+    if args.data is None:
         write_documents()
     else:
         for block in blocks:
-            say(table(read(data), block))
+            say(table(read(args.data), block))
 
 
 def write_documents() -> None:
     """Write the tables and figures of docs/study.md."""
-    outcomes = read(DATA)
-    for block in BLOCKS.values():
-        put_table(outcomes, DOCS / "study.md", block)
-    put_table(read(HARD_DATA), DOCS / "study.md", HARD)
-    draw_all(outcomes, DOCS)
+    for block in [*BLOCKS.values(), HARD]:
+        put_table(read(DOCS / block.data), DOCS / "study.md", block)
+    draw_all(read(DATA), DOCS)
     say(f"written to {DOCS}: the tables in study.md, and the figures")
 
 

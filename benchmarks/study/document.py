@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.study.comparison import MEASURED, comparisons
 from benchmarks.study.results import Outcome, apart, reference_of, verdict
-from benchmarks.study.settings import HARD, SEEDS, Block, Correction, Mismatch
+from benchmarks.study.settings import HARD, SEEDS, WORKING_BLOCKS, Block, Correction, Mismatch
 
 END = "<!-- end of the table -->"
 _VERDICTS = ("collapsed", "degraded", "sound")
@@ -37,9 +38,15 @@ def put_table(outcomes: Iterable[Outcome], page: Path, block: Block) -> None:
 
 def table(outcomes: Iterable[Outcome], block: Block) -> str:
     """The table of a block in Markdown, and a sentence about its runs."""
-    found = {outcome.key: outcome for outcome in outcomes}
-    own = [found[run.key] for run in block.runs if run.key in found]
-    lines = _hard_lines(own, block) if block is HARD else _lines(own, block)
+    outcomes = list(outcomes)
+    by_key = {outcome.key: outcome for outcome in outcomes}
+    own = [by_key[run.key] for run in block.runs if run.key in by_key]
+    if block is HARD:
+        lines = _hard_lines(own, block)
+    elif block in WORKING_BLOCKS:
+        lines = _tested_lines(outcomes, own, block)
+    else:
+        lines = _lines(own, block)
     return "\n".join([*lines, "", _count(own, block), ""])
 
 
@@ -53,6 +60,8 @@ def _count(own: Sequence[Outcome], block: Block) -> str:
     seconds = sum(outcome.seconds for outcome in own)
     each = f", {seconds / len(own):.0f} each" if own else ""
     text = f"{len(own)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
+    if len(own) < len(block.runs) / 2:
+        return f"{text} The others are not made yet."
     names = "; ".join(f"{kind} {', '.join(seeds)}" for kind, seeds in lacking.items())
     return f"{text} Not made yet, with their seeds: {names}." if lacking else text
 
@@ -96,6 +105,33 @@ def compared(own: Sequence[Outcome], block: Block, kind: Mismatch, how: Correcti
     on_way = apart([one.over_the_run for one in found], [one.over_the_run for one in others])
     words = [("", "better", "worse")[at_end], ("", "faster", "slower")[on_way]]
     return f"{', '.join(filter(None, words))} than {other.title}" if any(words) else "undecided"
+
+
+def _tested_lines(outcomes: Sequence[Outcome], own: Sequence[Outcome], block: Block) -> list[str]:
+    """A line for each kind of run, with each measure's mean, and its difference from no correction."""
+    titles = ["mismatch", "correction"]
+    for measure in MEASURED:
+        titles += [measure, "difference (95 %)", "verdict"]
+    titles += ["k3", "ESS"]
+    compared_kinds = comparisons(outcomes, WORKING_BLOCKS)
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for mismatch, correction in block.kinds:
+        of_kind = seeds_of(own, mismatch, correction)
+        if not of_kind:
+            continue
+        cells = [mismatch.title, correction.title]
+        for name, measure in MEASURED.items():
+            cells.append(_spread([measure(outcome) for outcome in of_kind]))
+            comparison = compared_kinds.get((block.setting.name, mismatch.name, correction.name, name))
+            if comparison is None:
+                cells += ["", ""]
+                continue
+            difference = comparison.difference
+            cells.append(f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})".replace("-", "−"))
+            cells.append(f"{comparison.verdict}, p {comparison.p:.2g}")
+        cells += [_spread([outcome.mean(measure) for outcome in of_kind]) for measure in ("k3", "ess")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _hard_lines(own: Sequence[Outcome], block: Block) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.study.settings import POLICY_FILE, WINDOW
 from benchmarks.study.task import LONG, CountOn, CountUp
+from megatron_rc.attribution import fp8_per_tensor
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs, EngineKind
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
@@ -35,18 +37,26 @@ class StudyEngine:
             row; 0: exact weights.
         warming: relative growth of the sampling temperature with each optimizer step; the trainer does not know of it.
         dtype: number format that the sampler's weights are rounded to.
+        fp8_by_tensor: rounds weights of linear layers to fp8 (e4m3) with one scale for each weight.
     """
 
     is_elsewhere = False
 
-    def __init__(self, inputs: EngineInputs, levels: int = 0, warming: float = 0.0, dtype: str = "fp32") -> None:
+    def __init__(
+        self,
+        inputs: EngineInputs,
+        levels: int = 0,
+        warming: float = 0.0,
+        dtype: str = "fp32",
+        fp8_by_tensor: bool = False,
+    ) -> None:
         launch = inputs.config.launch
         rest = (inputs.text.ends, inputs.text.pad, launch.device)
         self.exact = TransformersEngine(inputs.model, "fp32", *rest)
         self.sampler = TransformersEngine(inputs.model, dtype, *rest, reports_experts=inputs.config.replays_rollouts)
-        self.levels = levels
         self.warming = warming
-        self._rounded = _linear_weights(self.sampler.model) if levels else set()
+        self._round = _rounding(levels, fp8_by_tensor)
+        self._linear_weights = _linear_weights(self.sampler.model)
         self._is_long = inputs.config.task.task == CountOn.NAME
         self.policy_file = Path(launch.runs_dir) / launch.run_name / POLICY_FILE
 
@@ -59,11 +69,11 @@ class StudyEngine:
         """Take all weights of the model; see :class:`RolloutEngine`."""
         self.exact.load_weights(weights, version)
         exact = checkpoint_tensors(self.exact.model).items()
-        self.sampler.load_weights(((name, self._held(name, tensor)) for name, tensor in exact), version)
+        self.sampler.load_weights(((name, self._rounded(name, tensor)) for name, tensor in exact), version)
         if self._is_long and version % WINDOW:
             return
-        reward = sampled_reward(self.exact) if self._is_long else expected_reward(self.exact.model)
-        row = {"step": version, "reward": reward}
+        quality = sampled_quality(self.exact) if self._is_long else expected_quality(self.exact.model)
+        row = {"step": version, "reward": quality.reward, "right": quality.right}
         with self.policy_file.open("a" if version else "w", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -74,8 +84,17 @@ class StudyEngine:
         warmer = params.temperature * (1 + self.warming) ** self.version
         return self.sampler.sample(prompts, dataclasses.replace(params, temperature=warmer), max_new_tokens, seed)
 
-    def _held(self, name: str, tensor: Tensor) -> Tensor:
-        return round_to_levels(tensor, self.levels) if name in self._rounded else tensor
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        return self._round(tensor) if name in self._linear_weights else tensor
+
+
+def _rounding(levels: int, fp8_by_tensor: bool) -> Callable[[Tensor], Tensor]:
+    """The rounding of a linear layer's weight."""
+    if fp8_by_tensor:
+        return fp8_per_tensor
+    if levels:
+        return partial(round_to_levels, levels=levels)
+    return lambda weight: weight
 
 
 def round_to_levels(weight: Tensor, levels: int) -> Tensor:
@@ -84,12 +103,26 @@ def round_to_levels(weight: Tensor, levels: int) -> Tensor:
     return (weight / scale).round() * scale
 
 
+@dataclass(frozen=True)
+class Quality:
+    """How good a policy's answers at temperature 1 are, over a hundred problems.
+
+    Attributes:
+        reward: mean reward.
+        right: share of the answers that are whole and right.
+    """
+
+    reward: float
+    right: float
+
+
 @torch.inference_mode()
-def expected_reward(model: Any) -> float:
-    """The mean reward of a policy at temperature 1 over all hundred problems of count_up, computed instead of sampled.
+def expected_quality(model: Any) -> Quality:
+    """The quality of a policy over all hundred problems of count_up, computed instead of sampled.
 
     The reward is the share of the answer's places before the first mistake. So its expectation is the mean over the
-    places of the probability that all places up to there are right: the mean of running products.
+    places of the probability that all places up to there are right: the mean of running products. The product of all
+    places is the probability of a whole and right answer.
 
     Args:
         model: a model of transformers with the task's tokens.
@@ -103,17 +136,22 @@ def expected_reward(model: Any) -> float:
     is_place = pad_sequence([torch.ones(len(answer)) for answer in answers], batch_first=True)
     logits = model(input_ids=torch.cat([shown, places[:, :-1]], dim=1)).logits[:, shown.shape[1] - 1 :]
     right = logits.double().softmax(-1).gather(-1, places.unsqueeze(-1)).squeeze(-1)
-    return float(((right.cumprod(1) * is_place).sum(1) / is_place.sum(1)).mean())
+    right_up_to = right.masked_fill(is_place == 0, 1.0).cumprod(1)
+    rewards = (right_up_to * is_place).sum(1) / is_place.sum(1)
+    return Quality(float(rewards.mean()), float(right_up_to[:, -1].mean()))
 
 
-def sampled_reward(exact: TransformersEngine) -> float:
-    """The mean reward of one response at temperature 1 to each of the hundred problems of count_on."""
+def sampled_quality(exact: TransformersEngine) -> Quality:
+    """The quality of one response to each of the hundred problems of count_on."""
     task = CountOn(seed=0)
     problems = task.problems(0, 100, held_out=True)
-    samples = exact.sample([task.text.encode(one) for one in problems], SamplingParams(), LONG, seed=exact.version)
-    answers = [task.text.response_text(sample.token_ids) for sample in samples]
-    pairs = zip(problems, answers, strict=True)
-    return fmean(task.reward(prompt=one.prompt, response=text, label=None, record={}) for one, text in pairs)
+    prompts = [task.text.encode(problem) for problem in problems]
+    samples = exact.sample(prompts, SamplingParams(), LONG, seed=exact.version)
+    rewards = []
+    for problem, sample in zip(problems, samples, strict=True):
+        answer = task.text.response_text(sample.token_ids)
+        rewards.append(task.reward(prompt=problem.prompt, response=answer, label=None, record={}))
+    return Quality(fmean(rewards), fmean(reward == 1 for reward in rewards))
 
 
 def _linear_weights(model: Any) -> set[str]:

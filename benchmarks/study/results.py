@@ -41,6 +41,7 @@ class Outcome:
         seconds: processor time, user's and system's, of the run and all its processes.
         error: the error that ended it before its last step, or None.
         policy: (step, reward of the trainer's policy), and of the last weights.
+        right: (step, share of the policy's answers that are whole and right) of the same steps; empty in older runs.
         curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value. Runs of
             the first edition lack some measures.
         largest_kl: the largest KL of a step, or None without a finite value.
@@ -57,6 +58,7 @@ class Outcome:
     policy: list[tuple[int, float]]
     curves: dict[str, list[float | None]] = field(repr=False)
     largest_kl: float | None = None
+    right: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -72,6 +74,11 @@ class Outcome:
     def best(self) -> float:
         """Largest reward of all measured weights."""
         return max(reward for _, reward in self.policy)
+
+    @property
+    def right_at_the_end(self) -> float:
+        """Share of whole and right answers of the last weights; NaN if it was not measured."""
+        return self.right[-1][1] if self.right else math.nan
 
     @property
     def over_the_run(self) -> float:
@@ -124,34 +131,42 @@ def write(outcomes: Iterable[Outcome], path: Path) -> None:
 def read(path: Path) -> list[Outcome]:
     """The outcomes in a file of ``write``; none if there is no file."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    return [Outcome(**row | {"policy": [(int(step), reward) for step, reward in row["policy"]]}) for row in rows]
+    outcomes = []
+    for row in rows:
+        policy = [(int(step), reward) for step, reward in row["policy"]]
+        right = [(int(step), share) for step, share in row.get("right", [])]
+        outcomes.append(Outcome(**row | {"policy": policy, "right": right}))
+    return outcomes
 
 
 def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | None) -> Outcome | None:
     """The outcome of a run from the files in its folder; None if it ended before its first step."""
     rows = _rows(folder / "metrics.jsonl")
     steps = [row for row in rows if "grad_norm" in row]
-    policy = _policy(folder, rows)
-    if not steps or not policy:
+    measurements = _policy_rows(folder, rows)
+    if not steps or not measurements:
         return None
+    policy = [(int(row["step"]), _short(row["reward"])) for row in measurements]
+    right = [(int(row["step"]), _short(row["right"])) for row in measurements if "right" in row]
     curves = {measure: _curve(steps, measure) for measure in MEASURES}
     kls = [value for row in steps if math.isfinite(value := value_of(row, "kl"))]
     largest = _short(max(kls)) if kls else None
-    return Outcome(*run.key, " ".join(run.flags), commit, seconds, error, policy, curves, largest)
+    return Outcome(*run.key, " ".join(run.flags), commit, seconds, error, policy, curves, largest, right)
 
 
-def _policy(folder: Path, rows: Iterable[Row]) -> list[tuple[int, float]]:
+def _policy_rows(folder: Path, rows: Iterable[Row]) -> list[Row]:
     """The study engine's measurements of the policy, one a window; for another engine all its evaluations."""
     if not (folder / POLICY_FILE).is_file():
-        return [(int(row["step"]), _short(row["eval/reward"])) for row in rows if "eval/reward" in row]
-    found = [(int(row["step"]), _short(row["reward"])) for row in _rows(folder / POLICY_FILE)]
-    kept: list[tuple[int, float]] = []
-    for step, reward in found:
-        if kept and step == kept[-1][0]:
+        return [{"step": row["step"], "reward": row["eval/reward"]} for row in rows if "eval/reward" in row]
+    measurements = _rows(folder / POLICY_FILE)
+    chosen: list[Row] = []
+    for row in measurements:
+        if chosen and row["step"] == chosen[-1]["step"]:
             continue
-        if not kept or step >= kept[-1][0] + WINDOW or (step, reward) == found[-1]:
-            kept.append((step, reward))
-    return kept
+        is_last = row["step"] == measurements[-1]["step"]
+        if not chosen or is_last or row["step"] >= chosen[-1]["step"] + WINDOW:
+            chosen.append(row)
+    return chosen
 
 
 def _rows(path: Path) -> list[dict[str, float]]:

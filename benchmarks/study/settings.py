@@ -5,6 +5,7 @@ It was committed before the first run of ``SEEDS``. Strengths of mismatches were
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ COLLAPSE_SHARE = 0.5
 DEGRADED_BY = 0.1
 # The verdict on two kinds of run: better if the worst seed of one is this much above the best seed of the other.
 APART_BY = 0.02
+# With five seeds it is by Welch's t-test: the chance of one wrong verdict in all of a family, by Holm's correction.
+FAMILY_ERROR = 0.05
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Mismatch:
         levels: levels of the engine's weights, see ``StudyEngine``; 0: exact weights.
         warming: growth of the engine's temperature, see ``StudyEngine``.
         dtype: number format of the engine's weights.
+        fp8_by_tensor: whether linear layers are rounded to fp8 (e4m3) with one scale for each weight.
         flags: flags of the launcher, besides the engine.
     """
 
@@ -54,6 +58,7 @@ class Mismatch:
     levels: int = 0
     warming: float = 0.0
     dtype: str = "fp32"
+    fp8_by_tensor: bool = False
     flags: tuple[str, ...] = ()
 
 
@@ -108,12 +113,14 @@ class Block:
         setting: setting of all its runs.
         kinds: pairs of mismatch and correction, in the order of the table.
         seeds: seeds of each kind.
+        data: name of the file in docs/ that has its runs.
     """
 
     name: str
     setting: Setting
     kinds: tuple[tuple[Mismatch, Correction], ...]
     seeds: tuple[int, ...] = SEEDS
+    data: str = "study.json"
 
     @property
     def runs(self) -> list[Run]:
@@ -122,14 +129,25 @@ class Block:
 
 
 def _engine(
-    name: str, title: str, levels: int = 0, warming: float = 0.0, staleness: int = 0, dtype: str = "fp32"
+    name: str,
+    title: str,
+    *,
+    levels: int = 0,
+    warming: float = 0.0,
+    staleness: int = 0,
+    dtype: str = "fp32",
+    fp8_by_tensor: bool = False,
 ) -> Mismatch:
     """A mismatch that ``StudyEngine`` makes, or the launcher's flag for old weights."""
-    # Evaluations, every 50 steps by the launch file, need an interval that the staleness divides.
-    old = (f"--rollout-staleness={staleness}",) if staleness else ()
-    if staleness and 50 % staleness:
-        old = (*old, "--eval-interval=100")
-    return Mismatch(name, title, levels, warming, dtype, (f"--rollout-engine=study-{name}", *old))
+    old: tuple[str, ...] = ()
+    if staleness:
+        old = (f"--rollout-staleness={staleness}",)
+        # Evaluations, every 50 steps by the launch file, need an interval that the staleness divides.
+        interval = next(steps for steps in (50, 100, 200) if steps % staleness == 0)
+        if interval != 50:
+            old = (*old, f"--eval-interval={interval}")
+    flags = (f"--rollout-engine=study-{name}", *old)
+    return Mismatch(name, title, levels, warming, dtype, fp8_by_tensor, flags)
 
 
 COUNT_UP = Setting("count_up", ("--config=configs/study/count_up.yaml", "--grpo-entropy-term-weight=0"))
@@ -166,7 +184,14 @@ REALISTIC = (
 LONG = _engine("rounding_long", "weights rounded to 4 values on each side of 0", levels=4)
 FP8 = _engine("fp8", "weights in fp8", dtype="fp8-e4m3")
 FP8_OLD = _engine("fp8_old", "weights in fp8, up to 10 steps old", staleness=10, dtype="fp8-e4m3")
-ENGINES = (NONE, *STRONG, *REALISTIC, LONG, FP8, FP8_OLD)
+# What working engines do: weights of some steps ago, and fp8 with a scale for each weight.
+WORKING = (
+    _engine("stale_4", "weights up to 4 steps old", staleness=4),
+    _engine("stale_8", "weights up to 8 steps old", staleness=8),
+    _engine("fp8_tensor", "weights in fp8 by tensor", fp8_by_tensor=True),
+    _engine("stale_4_fp8", "weights in fp8 by tensor, up to 4 steps old", staleness=4, fp8_by_tensor=True),
+)
+ENGINES = (NONE, *STRONG, *REALISTIC, LONG, FP8, FP8_OLD, *WORKING)
 OLD = Mismatch("old", "weights up to 8 steps old")
 
 
@@ -284,11 +309,40 @@ MIXTURE = Block(
         *itertools.product((FP8, FP8_OLD), (UNCORRECTED, REPLAY, TOKEN_TIS, TOKEN_TIS_REPLAY)),
     ),
 )
+FIVE_SEEDS = (1, 2, 3, 4, 5)
+KPOP = _preset("kpop", "KPop, token TIS", "decoupled_token_kpop")
+DPPO_TV = _preset(
+    "bypass_dppo_tv", "bypass, DPPO, difference of probabilities", "bypass_ppo_clip", "--loss-type=dppo_tv"
+)
+
+
+def _working(name: str, setting: Setting, geometric: Correction) -> Block:
+    """The mismatches of working engines with five seeds; ``geometric`` has the bounds for the responses' length."""
+    token_tis_norm = dataclasses.replace(TOKEN_TIS_NORM, against=UNCORRECTED.name)
+    corrections = (UNCORRECTED, TOKEN_TIS, token_tis_norm, geometric, BYPASS, BYPASS_PG, DPPO_TV, KPOP)
+    kinds = (*_REFERENCE, *itertools.product(WORKING, corrections))
+    return Block(name, setting, kinds, FIVE_SEEDS, data="study_working.json")
+
+
+# One family: every correction of both is compared with no correction, see ``comparison``.
+WORKING_BLOCKS = (_working("working_short", COUNT_UP, GEO_RS), _working("working_long", COUNT_ON, GEO_RS_GROWN))
+HARD = Block(
+    "hard", SMOLLM2, tuple((OLD, how) for how in (UNCORRECTED, TOKEN_TIS, BYPASS)), SEEDS[:1], data="study_hard.json"
+)
 # In the order in which they are made.
 BLOCKS = {
-    block.name: block for block in (MAIN, BASELINES, LONG_RESPONSES, REALISTIC_STRENGTH, WITH_BONUS, PUBLISHED, MIXTURE)
+    block.name: block
+    for block in (
+        MAIN,
+        BASELINES,
+        LONG_RESPONSES,
+        REALISTIC_STRENGTH,
+        WITH_BONUS,
+        PUBLISHED,
+        MIXTURE,
+        *WORKING_BLOCKS,
+    )
 }
-HARD = Block("hard", SMOLLM2, tuple((OLD, how) for how in (UNCORRECTED, TOKEN_TIS, BYPASS)), SEEDS[:1])
 
 
 def runs_of(blocks: Iterable[Block]) -> Iterator[Run]:

@@ -18,7 +18,13 @@ def main(words: Sequence[str]) -> None:
     """Train one run; end the process with 2 for flags that cannot work, and with 3 if training failed."""
     # Before the launcher's parser is loaded, which lists the engines.
     for mismatch in ENGINES:
-        register(f"study-{mismatch.name}", levels=mismatch.levels, warming=mismatch.warming, dtype=mismatch.dtype)
+        register(
+            f"study-{mismatch.name}",
+            levels=mismatch.levels,
+            warming=mismatch.warming,
+            dtype=mismatch.dtype,
+            fp8_by_tensor=mismatch.fp8_by_tensor,
+        )
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings
 

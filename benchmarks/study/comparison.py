@@ -1,0 +1,122 @@
+"""Comparisons of kinds of run with five seeds: differences of means, by Welch's t-test with Holm's correction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+import mpmath
+
+from benchmarks.study.results import Outcome
+from benchmarks.study.settings import FAMILY_ERROR, Block
+
+# The three measures of a kind of run that are compared.
+MEASURED: Mapping[str, Callable[[Outcome], float]] = {
+    "reward of the last weights": lambda outcome: outcome.final,
+    "over the run": lambda outcome: outcome.over_the_run,
+    "right answers": lambda outcome: outcome.right_at_the_end,
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of two means of a few seeds.
+
+    Attributes:
+        mean: the first mean minus the second.
+        low: lower end of its 95 % interval.
+        high: upper end of its 95 % interval.
+        p: chance of a difference as large as this, or larger, between equal kinds, by Welch's two-sided t-test.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def difference_of(values: Sequence[float], others: Sequence[float]) -> Difference:
+    """The difference of the means of two independent samples with at least two values each (Welch, 1947).
+
+    Two samples without any spread say nothing about chance: p is 1 then.
+    """
+    mean = fmean(values) - fmean(others)
+    squares = [variance(sample) / len(sample) for sample in (values, others)]
+    error = math.sqrt(sum(squares))
+    if error == 0:
+        return Difference(mean, mean, mean, 1.0)
+    freedom = sum(squares) ** 2 / sum(
+        square**2 / (len(sample) - 1) for square, sample in zip(squares, (values, others), strict=True)
+    )
+    margin = _quantile(0.95, freedom) * error
+    return Difference(mean, mean - margin, mean + margin, _outside(abs(mean) / error, freedom))
+
+
+def _outside(t: float, freedom: float) -> float:
+    """Probability that Student's t is beyond -t or t."""
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+
+
+def _quantile(inside: float, freedom: float) -> float:
+    """The t that Student's t is within with this probability."""
+    low, high = 0.0, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2
+        if 1 - _outside(middle, freedom) < inside:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def holm(chances: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+    """Each chance corrected for the number of comparisons (Holm, 1979): at most ``FAMILY_ERROR`` is a verdict."""
+    corrected: dict[tuple[str, ...], float] = {}
+    largest = 0.0
+    for place, name in enumerate(sorted(chances, key=lambda name: chances[name])):
+        largest = max(largest, min(1.0, chances[name] * (len(chances) - place)))
+        corrected[name] = largest
+    return corrected
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A correction beside no correction, in one measure; ``p`` is corrected for the whole family."""
+
+    difference: Difference
+    p: float
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse`` or ``undecided``."""
+        if self.p > FAMILY_ERROR:
+            return "undecided"
+        return "better" if self.difference.mean > 0 else "worse"
+
+
+def comparisons(outcomes: Iterable[Outcome], blocks: Sequence[Block]) -> dict[tuple[str, ...], Comparison]:
+    """Every comparison of a family of blocks, by (setting, mismatch, correction, measure).
+
+    Empty until all runs of all blocks are there: with a part of them the correction for their number would differ.
+    """
+    by_key = {outcome.key: outcome for outcome in outcomes}
+    if not all(run.key in by_key for block in blocks for run in block.runs):
+        return {}
+    differences: dict[tuple[str, ...], Difference] = {}
+    for block in blocks:
+        for mismatch, correction in block.kinds:
+            against = next(
+                (how for kind, how in block.kinds if kind is mismatch and how.name == correction.against), correction
+            )
+            if against is correction:
+                continue
+            for name, measure in MEASURED.items():
+                values, others = (
+                    [measure(by_key[block.setting.name, mismatch.name, how.name, seed]) for seed in block.seeds]
+                    for how in (correction, against)
+                )
+                differences[block.setting.name, mismatch.name, correction.name, name] = difference_of(values, others)
+    corrected = holm({name: difference.p for name, difference in differences.items()})
+    return {name: Comparison(difference, corrected[name]) for name, difference in differences.items()}
