@@ -11,12 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.answers import is_log_prob
-from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import MOST_BYTES, Request
+
+if TYPE_CHECKING:
+    # It needs an HTTP library, which a run without servers may lack.
+    from megatron_rc.launch.engines.http_client import HttpClient
 
 SERVED_TEMPERATURE = 1.0  # of the log-probs that both servers give
 _BYTES_OF_ENTRY = 256  # most bytes that a server writes for one token and its log-prob

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.requests import API_KEY
 from megatron_rc.launch.engines.teacher_server import (
     SERVED_TEMPERATURE,
@@ -69,6 +68,9 @@ class ServedTeacher:
         self.config = config
         self.settings = settings
         self.replica = replica
+        # A run without a server needs no HTTP library.
+        from megatron_rc.launch.engines.http_client import HttpClient
+
         url = (settings.teacher_url or "").split(",")[replica]
         http = HttpClient(url, config.engine.rollout_timeout, api_key=os.environ.get(API_KEY))
         kind = SERVERS[settings.teacher_server]

@@ -37,10 +37,13 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     if isinstance(kind, str):
         kind = ALIASES.get(kind, kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
-        if isinstance(kind, str) and is_installed():
-            return read_bridged(folder)
+        reason = ""
+        if isinstance(kind, str):
+            if is_installed():
+                return read_bridged(folder)
+            if kind in NOT_IN_TABLES:
+                reason = f" ({NOT_IN_TABLES[kind]})"
         known = ", ".join(sorted({*FAMILIES, *ALIASES}))
-        reason = f" ({NOT_IN_TABLES[kind]})" if kind in NOT_IN_TABLES else ""
         raise ConfigurationError(
             f"{name} {folder}: model_type {kind!r} is not known{reason}; known are {known}: use a model of these, or "
             "Megatron-Bridge with Transformer Engine on a GPU (docs/models.md)"
