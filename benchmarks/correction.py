@@ -95,10 +95,10 @@ def run_in_turns(contenders: Mapping[str, Callable[[], object]], rounds: int = R
     for turn in range(rounds + 1):
         for name, function in contenders.items():
             start = time.perf_counter()
-            kept = function()  # freed after the time is taken
+            result = function()  # freed after the time is taken
             if turn:
                 times[name].append(time.perf_counter() - start)
-            del kept
+            del result
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -125,7 +125,7 @@ def measure_verl(shape: tuple[int, int]) -> None:
     train, rollout, mask = batch = make_batch(shape)
     by_mask = {"verl, int64 mask": (train, rollout, mask.long()), "verl, float mask": (train, rollout, mask.float())}
     contenders: dict[str, Callable[[], Result]] = {
-        name: functools.partial(verl, given) for name, given in by_mask.items()
+        name: functools.partial(verl, tensors) for name, tensors in by_mask.items()
     }
     contenders["eager"] = lambda: ours(batch)
     check_alike({name: function() for name, function in contenders.items()})

@@ -92,12 +92,12 @@ def cpu_seconds(contenders: dict[str, Contender], fresh: Tensor) -> dict[str, fl
 def peaks(contenders: dict[str, Contender], fresh: Tensor) -> dict[str, float]:
     """The peak memory of each contender beyond the logits, in sizes of the student's gradient."""
     leaf = fresh.clone().requires_grad_()
-    found = {}
+    times = {}
     for name, contender in contenders.items():
         leaf.grad = None
         peak = allocated(lambda contender=contender: step(contender, leaf))[0]
-        found[name] = peak / (fresh.element_size() * fresh.numel())
-    return found
+        times[name] = peak / (fresh.element_size() * fresh.numel())
+    return times
 
 
 def say_rows(make: Callable[[int], tuple[dict[str, Contender], Tensor]], shape: tuple[int, int], label: str) -> None:
@@ -141,9 +141,9 @@ def top_k(width: int, few: int, verl: Path | None, tokens: int) -> tuple[dict[st
     fresh, teacher = torch.randn(2, tokens, width, generator=generator)
     labels = torch.randint(0, width, (tokens,), generator=generator)
     log_probs = teacher.log_softmax(-1)
-    known = log_probs.topk(few)
+    teacher_top_k = log_probs.topk(few)
     of_labels = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
-    of_teacher = (known.indices.flatten(), few * torch.arange(tokens + 1), known.values.flatten())
+    of_teacher = (teacher_top_k.indices.flatten(), few * torch.arange(tokens + 1), teacher_top_k.values.flatten())
     of_sample = {"labels": labels, "teacher_label_log_probs": of_labels}
     contenders: dict[str, Contender] = {BASE: two_log_probs(teacher, labels)}
     for tail, more in (("sampled", of_sample), ("rest", {}), ("none", {})):
@@ -151,7 +151,7 @@ def top_k(width: int, few: int, verl: Path | None, tokens: int) -> tuple[dict[st
             x, *of_teacher, tail=tail, kind="forward_kl", **more
         )
     if verl is not None:
-        contenders["forward_kl, verl"] = of_verl(verl, known.values, known.indices)
+        contenders["forward_kl, verl"] = of_verl(verl, teacher_top_k.values, teacher_top_k.indices)
     return contenders, fresh
 
 

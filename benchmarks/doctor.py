@@ -57,19 +57,19 @@ def first_verdict(facts: Facts) -> str:
 def healthy(number: int) -> None:
     """Print verdicts on healthy batches, and the rejection that bounds of 1.001 on the geometric mean would cause."""
     dice = random.Random(0)
-    found = Counter[str]()
+    verdicts = Counter[str]()
     cut = []
     largest = 0.0
     for seed in range(number):
         sampled = Sampled(**made(None, seed, setting(dice)))
         facts = facts_of_batch(sampled)
-        found[first_verdict(facts)] += 1
+        verdicts[first_verdict(facts)] += 1
         largest = max(largest, facts["k3_kl"])
         means = mean_log_ratios(sampled)
         assert means is not None
         cut.append(float((means.abs() > 0.001).double().mean()))
-    wrong = number - found["nothing"]
-    sys.stdout.write(f"{number} healthy batches: {wrong} with a verdict {dict(found - Counter(nothing=number))}\n")
+    wrong = number - verdicts["nothing"]
+    sys.stdout.write(f"{number} healthy batches: {wrong} with a verdict {dict(verdicts - Counter(nothing=number))}\n")
     sys.stdout.write(
         f"largest k3 {largest:.2g} nats; sequences outside of [1/1.001, 1.001]: {sum(cut) / number:.0%} on average\n"
     )
@@ -79,28 +79,30 @@ def faults(seeds: int) -> None:
     """Print first verdicts on made faults, in batches of at least 2,048 places."""
     for fault, (name, _) in FAULTS.items():
         dice = random.Random(1)
-        found = Counter[str]()
+        verdicts = Counter[str]()
         for seed in range(seeds):
             drawn = setting(dice)
             while drawn.sequences * drawn.length < 2048 or drawn.sequences < 16:
                 drawn = setting(dice)
-            found[first_verdict(facts_of_batch(Sampled(**made(fault, seed, drawn))))] += 1
-        others = ", ".join(f"{other} {count}" for other, count in found.most_common() if other != name)
-        sys.stdout.write(f"{fault:<18}{name:<20}{found[name]:>4} of {seeds}   {others}\n")
+            verdicts[first_verdict(facts_of_batch(Sampled(**made(fault, seed, drawn))))] += 1
+        others = ", ".join(f"{other} {count}" for other, count in verdicts.most_common() if other != name)
+        sys.stdout.write(f"{fault:<18}{name:<20}{verdicts[name]:>4} of {seeds}   {others}\n")
 
 
 def runs(number: int) -> None:
     """Print verdicts on healthy runs, every ten steps, and on drifting runs and the study's runs, at their ends."""
     wrong = 0
-    found = 0
+    drifts_seen = 0
     for seed in range(number):
         wrong += any(_verdicts(healthy_run(seed), every=10))
-        found += any("drift" in names for names in _verdicts(drifting_run(seed)[0]))
-    sys.stdout.write(f"{number} healthy runs: {wrong} with a verdict at any step; of as many drifts {found} found\n")
+        drifts_seen += any("drift" in names for names in _verdicts(drifting_run(seed)[0]))
+    sys.stdout.write(
+        f"{number} healthy runs: {wrong} with a verdict at any step; of as many drifts {drifts_seen} found\n"
+    )
     of_study: dict[str, list[bool]] = {}
     for run in read(ROOT / "docs" / "study.json"):
         if run.setting == BONUS.name:
-            of_study.setdefault(run.mismatch, []).append(any("drift" in one for one in _verdicts(study_rows(run))))
+            of_study.setdefault(run.mismatch, []).append(any("drift" in names for names in _verdicts(study_rows(run))))
     for mismatch, drifts in of_study.items():
         sys.stdout.write(f"study, {mismatch}: drift at the end of {sum(drifts)} of {len(drifts)} runs\n")
 

@@ -64,7 +64,7 @@ def distances(mode: str, learning_rate: float, seed: int) -> dict[int, float]:
     """For each number of steps the update's distance from that of one step, relative to the latter's norm."""
     updates = {parts: update(words(mode, parts, learning_rate), parts, seed) for parts in PARTS}
     whole = updates[1].norm()
-    return {parts: float((one - updates[1]).norm() / whole) for parts, one in updates.items() if parts > 1}
+    return {parts: float((change - updates[1]).norm() / whole) for parts, change in updates.items() if parts > 1}
 
 
 def main(folder: Path) -> None:
@@ -75,21 +75,21 @@ def main(folder: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with cpu_backend(), alone(run_config(words("decoupled", 1, 1.0), engine=False)):
-        found = {mode: {rate: _mean(mode, rate) for rate in LEARNING_RATES} for mode in MODES}
-    for mode, by_rate in found.items():
+        by_mode = {mode: {rate: _mean(mode, rate) for rate in LEARNING_RATES} for mode in MODES}
+    for mode, by_rate in by_mode.items():
         for rate, by_parts in by_rate.items():
             shares = "  ".join(f"{parts} steps: {x:.1%}" for parts, x in by_parts.items())
             sys.stdout.write(f"{mode:10} lr {rate:<7} {shares}\n")
-    _draw(found, folder / "mini_batches.png")
+    _draw(by_mode, folder / "mini_batches.png")
 
 
 def _weights(trainer: Trainer) -> Tensor:
-    return torch.cat([one.detach().flatten() for chunk in trainer.chunks for one in chunk.parameters()])
+    return torch.cat([parameter.detach().flatten() for chunk in trainer.chunks for parameter in chunk.parameters()])
 
 
 def _mean(mode: str, learning_rate: float) -> dict[int, float]:
-    found = [distances(mode, learning_rate, seed) for seed in SEEDS]
-    return {parts: sum(one[parts] for one in found) / len(found) for parts in found[0]}
+    by_seed = [distances(mode, learning_rate, seed) for seed in SEEDS]
+    return {parts: sum(by_parts[parts] for by_parts in by_seed) / len(by_seed) for parts in by_seed[0]}
 
 
 def _rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
@@ -101,7 +101,7 @@ def _rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
     return near_rollouts(trainer, (position >= begin) & (position < end), NOISE, generator)
 
 
-def _draw(found: dict[str, dict[float, dict[int, float]]], path: Path) -> None:
+def _draw(by_mode: dict[str, dict[float, dict[int, float]]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -110,7 +110,7 @@ def _draw(found: dict[str, dict[float, dict[int, float]]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
     for mode, color in (("decoupled", "tab:blue"), ("coupled", "tab:red")):
         for parts, style in ((2, "--"), (4, "-")):
-            values = [100 * by_parts[parts] for by_parts in found[mode].values()]
+            values = [100 * by_parts[parts] for by_parts in by_mode[mode].values()]
             axes.plot(LEARNING_RATES, values, style, color=color, marker="o", label=f"{mode}, {parts} mini-batches")
     axes.set(xlabel="learning rate (SGD)", ylabel="% away from one step", xscale="log", ylim=(0, None))
     axes.set_xticks(LEARNING_RATES, [str(rate) for rate in LEARNING_RATES])

@@ -83,10 +83,10 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name, threads in (("one at a time", 1), ("all open ones", words.ahead + 1)):
             times[name].append(run(words.spread, words.ahead, threads, words.step))
-    for name, found in times.items():
-        sys.stdout.write(f"{name}: {', '.join(f'{one:.2f}' for one in found)} s\n")
-    one, all_open = (statistics.median(found) for found in times.values())
-    sys.stdout.write(f"ratio {one / all_open:.2f}\n")
+    for name, seconds in times.items():
+        sys.stdout.write(f"{name}: {', '.join(f'{value:.2f}' for value in seconds)} s\n")
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    sys.stdout.write(f"ratio {medians['one at a time'] / medians['all open ones']:.2f}\n")
 
 
 if __name__ == "__main__":

@@ -54,10 +54,17 @@ def trl_steps(model: Path, python: Path, steps: int, folder: Path) -> list[dict[
 
 def table(steps: dict[str, list[dict[str, float]]]) -> str:
     """Markdown: medians of each phase and of a whole step, and its ratio to TRL's."""
-    whole = {name: statistics.median(sum(step.values()) for step in found) for name, found in steps.items()}
+    whole = {
+        name: statistics.median(sum(step.values()) for step in steps_of_program)
+        for name, steps_of_program in steps.items()
+    }
     lines = ["| | step | / TRL | sync | rollout | plan | update |", "|---|---|---|---|---|---|---|"]
-    for name, found in steps.items():
-        medians = [statistics.median(step[phase] for step in found) for phase in PHASES if phase in found[0]]
+    for name, steps_of_program in steps.items():
+        medians = [
+            statistics.median(step[phase] for step in steps_of_program)
+            for phase in PHASES
+            if phase in steps_of_program[0]
+        ]
         cells = [f"{value:.1f}" for value in (whole[name], *medians)]
         cells.insert(1, f"{whole[name] / whole[TRL]:.2f}")
         lines.append(f"| {name} | {' | '.join(cells)} |" + " |" * (len(PHASES) - len(medians)))

@@ -37,7 +37,7 @@ class StepSeconds(TrainerCallback):
 
 def right_sums(completions: list[list[dict[str, str]]], label: list[int], **_: object) -> list[float]:
     """1 for each response that ends with the right sum, else 0."""
-    return [reward("", said[0]["content"], sum_, {}) for said, sum_ in zip(completions, label, strict=True)]
+    return [reward("", messages[0]["content"], sum_, {}) for messages, sum_ in zip(completions, label, strict=True)]
 
 
 def main(model: str, prompts: str, steps: str, folder: str) -> None:

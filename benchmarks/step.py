@@ -119,7 +119,7 @@ def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, floa
     from megatron_rc.launch.training.models.cpu import cpu_backend, without_compiler
     from tests.support.recorded_training import make_trainer, run_config
 
-    found: dict[str, list[tuple[float, float]]] = {label: [] for label in LARGE_VARIANTS}
+    by_label: dict[str, list[tuple[float, float]]] = {label: [] for label in LARGE_VARIANTS}
     words = {label: [*LARGE, *flags, f"--runs-dir={folder}"] for label, flags in LARGE_VARIANTS.items()}
     with without_compiler():
         import megatron_rc.launch.training.trainer  # noqa: F401
@@ -134,8 +134,8 @@ def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, floa
                     trainer.update(trainer.prepare(batch), 0)
                     if index:
                         inside = sum(end - begun for begun, end in calls)
-                        found[label].append((time.process_time() - start, inside))
-    return found
+                        by_label[label].append((time.process_time() - start, inside))
+    return by_label
 
 
 def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
@@ -181,11 +181,11 @@ def timed_correction(correction: Any, clock: Callable[[], Any] = time.process_ti
         raise RuntimeError("no call of the correction was timed")
 
 
-def print_large(found: dict[str, list[tuple[float, float]]]) -> None:
+def print_large(by_label: dict[str, list[tuple[float, float]]]) -> None:
     """Print one line for each variant."""
-    first = statistics.median(total for total, _ in next(iter(found.values())))
+    first = statistics.median(total for total, _ in next(iter(by_label.values())))
     sys.stdout.write(f"{'variant':<30}{'step s':>10}{'correction s':>14}{'its share':>11}{'step ratio':>12}\n")
-    for label, rows in found.items():
+    for label, rows in by_label.items():
         total, inside = (statistics.median(column) for column in zip(*rows, strict=True))
         share = statistics.median(part / whole for whole, part in rows)
         sys.stdout.write(f"{label:<30}{total:>10.3f}{inside:>14.5f}{share:>11.2%}{total / first:>12.3f}\n")

@@ -165,13 +165,14 @@ def measure_support(shape: tuple[int, int], dtype: torch.dtype) -> None:
     sizes = {"none": 0}
     for count in SUPPORTS:
         ids = fresh.topk(count).indices.sort().values.flatten()
-        kept = {"support_ids": ids, "support_offsets": torch.arange(tokens + 1) * count}
-        contenders[str(count)] = partial(_kept, labels, kept)
-        sizes[str(count)] = sum(one.nbytes for one in kept.values())
+        kept_set = {"support_ids": ids, "support_offsets": torch.arange(tokens + 1) * count}
+        contenders[str(count)] = partial(_kept, labels, kept_set)
+        sizes[str(count)] = sum(tensor.nbytes for tensor in kept_set.values())
     times = in_turns(contenders, fresh)
     for name, values in times.items():
-        own, none = ([value for _, value in found] for found in (values, times["none"]))
-        ratios = [f"{of(own) / of(none):.2f}" for of in (statistics.median, min)]
+        seconds = [value for _, value in values]
+        seconds_of_none = [value for _, value in times["none"]]
+        ratios = [f"{of(seconds) / of(seconds_of_none):.2f}" for of in (statistics.median, min)]
         memory = [*peaks(contenders[name], fresh), f"{sizes[name] / (4 * fresh.numel()):.3f}"]
         say_row(f"{tokens} x {vocabulary}, {str(dtype)[6:]}", name, values, [*ratios, *memory])
 
@@ -206,11 +207,11 @@ def peaks(contender: Contender, fresh: Tensor) -> list[str]:
         results = contender(leaf.view_as(leaf))
         torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
-    found = []
+    rows = []
     for function in (lambda: contender(leaf.view_as(leaf)), both):
         _restore(leaf, fresh)
-        found.append(f"{allocated(function)[0] / (4 * fresh.numel()):.3f}")
-    return found
+        rows.append(f"{allocated(function)[0] / (4 * fresh.numel()):.3f}")
+    return rows
 
 
 def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:

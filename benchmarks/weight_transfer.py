@@ -94,10 +94,10 @@ def main() -> None:
                 servers = [stack.enter_context(running(kind=ReadingServer)) for _ in range(LAYOUT.dp)]
                 engine = f"""--rollout-engine=vllm-server --rollout-url={",".join(server.url for server in servers)}
                     --rollout-weights-dir={name}/{way} --rollout-weight-transfer={way} --task=count_up"""
-                found = pool.run(syncs, LAYOUT, [*words_of(f"{name}/model", LAYOUT), *engine.split()])
-                median = sorted(max(times) for times in zip(*(times for times, _ in found), strict=True))[ROUNDS // 2]
+                results = pool.run(syncs, LAYOUT, [*words_of(f"{name}/model", LAYOUT), *engine.split()])
+                median = sorted(max(times) for times in zip(*(times for times, _ in results), strict=True))[ROUNDS // 2]
                 files = sum(file.stat().st_size for file in Path(name, way).rglob("*.safetensors")) / 1e6
-                memory = max(more for _, more in found)
+                memory = max(more for _, more in results)
                 sys.stdout.write(f"| {way} | {median:.2f} | {memory:.0f} | {files:.0f} |\n")
 
 

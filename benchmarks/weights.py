@@ -54,7 +54,7 @@ def seconds(words: list[str]) -> tuple[float, float]:
 
     trainer = make_trainer(words)
     model = (trainer.chunks, trainer.config, trainer.groups)
-    found = []
+    results = []
     folder = trainer.config.checkpoints.load_hf
     for attempt in (lambda: sum(1 for _ in export_model(*model)), lambda: load_model(*model, folder)):
         times = []
@@ -62,8 +62,8 @@ def seconds(words: list[str]) -> tuple[float, float]:
             start = time.perf_counter()
             attempt()
             times.append(time.perf_counter() - start)
-        found.append(min(times))
-    return found[0], found[1]
+        results.append(min(times))
+    return results[0], results[1]
 
 
 def main() -> None:

@@ -209,11 +209,11 @@ class ServerEngine:
             _log.warning(warning)
         self._is_checked = True
 
-    def _check_version(self, asked: int) -> None:
-        """Check the version of a server that held ``asked`` some time ago; RestartedError if it has lost it."""
+    def _check_version(self, oldest: int) -> None:
+        """Check the version of a server that held ``oldest`` some time ago; RestartedError if it lost its weights."""
         version = self.client.version()
         if not (self._is_incomplete and version == INCOMPLETE):
-            VersionRange(asked, self._given).read(version, self.client.url)
+            VersionRange(oldest, self._given).read(version, self.client.url)
 
     def _update(self, version: int) -> None:
         """Make a whole update; again from the beginning if the server was away meanwhile."""

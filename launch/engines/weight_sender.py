@@ -187,9 +187,9 @@ class SglangSender(GroupSender):
         return joined
 
     def _announce(self, entries: dict[str, Any]) -> None:
-        told = {"names": entries["names"], "dtypes": entries["dtype_names"], "shapes": entries["shapes"]}
+        tensors = {"names": entries["names"], "dtypes": entries["dtype_names"], "shapes": entries["shapes"]}
         form = {"load_format": "flattened_bucket", "flush_cache": False, "group_name": self._name}
-        self.client.call("POST", "/update_weights_from_distributed", told | form)
+        self.client.call("POST", "/update_weights_from_distributed", tensors | form)
 
     def close(self) -> None:
         """Leave the group, with the server's processes, so that a broadcast that they do not receive ends."""

@@ -22,22 +22,22 @@ class VersionRange:
     oldest: int  # version that it held when it was asked
     newest: int  # largest version that it was given
 
-    def read(self, held: Any, where: str) -> int:
+    def read(self, answer: Any, where: str) -> int:
         """The version that a server names; ``where`` names the server in errors.
 
         Raises:
             RestartedError: the server has no version any more.
             EngineError: the version is no number, or not one that the server was given.
         """
-        if held == UNNAMED:
+        if answer == UNNAMED:
             raise RestartedError(f"{where} lost the weights of step {self.newest}, probably in a restart")
-        is_number = isinstance(held, str) and held.isascii() and held.isdecimal() and len(held) <= _MOST_DIGITS
+        is_number = isinstance(answer, str) and answer.isascii() and answer.isdecimal() and len(answer) <= _MOST_DIGITS
         if not is_number:
             raise EngineError(
-                f"{where} names its weights {repr(held)[:80]}, expected a number in quotes: does another program "
+                f"{where} names its weights {repr(answer)[:80]}, expected a number in quotes: does another program "
                 "update them?"
             )
-        version = int(held)
+        version = int(answer)
         if not self.oldest <= version <= self.newest:
             expected = f"{self.oldest} to {self.newest}" if self.oldest < self.newest else str(self.newest)
             raise EngineError(

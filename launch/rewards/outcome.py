@@ -54,12 +54,12 @@ class _NoNumber(ValueError):
     """The returned value is no reward or no reply; the message names the value."""
 
 
-def read_reply(given: Any) -> Outcome:
+def read_reply(answer: Any) -> Outcome:
     """The reply to a turn: None, a text, token ids, or a dict with ``observation``, one of these, and ``reward``.
 
     The reward of a turn is 0 by default.
     """
-    entries = dict(given) if isinstance(given, Mapping) else {OBSERVATION: given}
+    entries = dict(answer) if isinstance(answer, Mapping) else {OBSERVATION: answer}
     unknown = sorted(map(str, entries.keys() - {OBSERVATION, REWARD}))
     if unknown:
         raise _NoNumber(f"gave a dict with {', '.join(unknown)[:80]}: a reply has 'observation' and 'reward'")
@@ -72,15 +72,15 @@ def read_reply(given: Any) -> Outcome:
     return Outcome(_number(entries.get(REWARD, 0.0), "gave 'reward':"), observation=observation)
 
 
-def read_score(given: Any) -> Outcome:
+def read_score(answer: Any) -> Outcome:
     """The score of a response: a number, or a dict of numbers with the entry ``reward``."""
-    if not isinstance(given, Mapping):
-        return Outcome(_number(given, "gave"))
-    if REWARD not in given:
-        raise _NoNumber(f"gave a dict without the entry 'reward': {reprlib.repr(given)}")
-    if len(given) > MAX_COMPONENTS:
-        raise _NoNumber(f"gave a dict of {len(given)} entries, {MAX_COMPONENTS} can be logged")
-    numbers = {name: _number(value, f"gave {reprlib.repr(name)}:") for name, value in given.items()}
+    if not isinstance(answer, Mapping):
+        return Outcome(_number(answer, "gave"))
+    if REWARD not in answer:
+        raise _NoNumber(f"gave a dict without the entry 'reward': {reprlib.repr(answer)}")
+    if len(answer) > MAX_COMPONENTS:
+        raise _NoNumber(f"gave a dict of {len(answer)} entries, {MAX_COMPONENTS} can be logged")
+    numbers = {name: _number(value, f"gave {reprlib.repr(name)}:") for name, value in answer.items()}
     for name in numbers:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in RESERVED:
             raise _NoNumber(
@@ -90,11 +90,11 @@ def read_score(given: Any) -> Outcome:
     return Outcome(numbers.pop(REWARD), numbers)
 
 
-def _number(value: Any, said: str) -> float:
+def _number(value: Any, sentence_start: str) -> float:
     # Numbers of numpy and torch have __float__, texts have not.
     if not hasattr(value, "__float__"):
-        raise _NoNumber(f"{said} {reprlib.repr(value)}, which is no number")
+        raise _NoNumber(f"{sentence_start} {reprlib.repr(value)}, which is no number")
     number = float(value)
     if not abs(number) <= LARGEST:
-        raise _NoNumber(f"{said} {number}, which cannot be trained on")
+        raise _NoNumber(f"{sentence_start} {number}, which cannot be trained on")
     return number

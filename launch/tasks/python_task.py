@@ -96,8 +96,8 @@ def _make(spec: str, seed: int) -> Any:
     return _call(f"--task {spec}", kind.__name__, kind, seed=seed)
 
 
-def _method_of(own: Any, name: str, user: str) -> Any:
-    method = getattr(own, name, None)
+def _method_of(task: Any, name: str, user: str) -> Any:
+    method = getattr(task, name, None)
     if method is not None and not callable(method):
         raise ConfigurationError(f"{user} has a {name} that is not a method: make it one, or give --{name}")
     return method

@@ -109,8 +109,8 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def load_build(self) -> None:
         """Set the state of an object; refuse a class or an enumeration's member, which others share."""
-        made = self.stack[-2]
-        if callable(made) or isinstance(made, enum.Enum):
+        target = self.stack[-2]
+        if callable(target) or isinstance(target, enum.Enum):
             raise UnsafeFileError("changes a class, which has no place in a checkpoint: nothing of it was run")
         super().load_build()
 

@@ -51,14 +51,14 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Stand-in for ``Tensor.to``."""
     if _is_cuda(kwargs.get("device")):
         kwargs["device"] = torch.device("cpu")
-    on_cpu: list[Any] = [torch.device("cpu") if _is_cuda(one) else one for one in args]
+    on_cpu: list[Any] = [torch.device("cpu") if _is_cuda(argument) else argument for argument in args]
     return torch._C.TensorBase.to(tensor, *on_cpu, **kwargs)
 
 
 def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Stand-in for ``Tensor.type``: the optimizers group parameters by the names of CUDA tensors."""
-    found = torch._C.TensorBase.type(tensor, *args, **kwargs)
-    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+    type_name = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    return type_name.replace("torch.", "torch.cuda.", 1) if isinstance(type_name, str) else type_name
 
 
 def _tensor_replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -67,9 +67,12 @@ def _tensor_replacements() -> Iterator[tuple[Any, str, Any]]:
     A ``TorchFunctionMode`` would be shorter, but every call of torch would pass through it: a tenth of a small step.
     """
     # The cache of _device_constructors must hold torch's own functions.
-    made = {function.__name__ for function in _device_constructors()}
-    made |= {name for name in dir(torch) if name.endswith("_like")}
-    for owner, names in ((torch, made), (Tensor, {name for name in dir(Tensor) if name.startswith("new_")})):
+    names_of_constructors = {function.__name__ for function in _device_constructors()}
+    names_of_constructors |= {name for name in dir(torch) if name.endswith("_like")}
+    for owner, names in (
+        (torch, names_of_constructors),
+        (Tensor, {name for name in dir(Tensor) if name.startswith("new_")}),
+    ):
         for name in sorted(names):
             if hasattr(owner, name):
                 yield owner, name, _made_on_cpu(getattr(owner, name))
@@ -124,7 +127,7 @@ def _gather(equal: Callable[..., Tensor], part: Tensor, group: Any, sizes: Any =
     longest = max(1, *sizes)
     padding = part.new_zeros(longest - len(part), *part.shape[1:])
     everything = equal(torch.cat([part, padding]), group).split(longest)
-    return torch.cat([one[:size] for one, size in zip(everything, sizes, strict=True)])
+    return torch.cat([rows[:size] for rows, size in zip(everything, sizes, strict=True)])
 
 
 def _expert_replacements() -> Iterator[tuple[Any, str, Any]]:

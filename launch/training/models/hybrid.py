@@ -36,11 +36,11 @@ def layer_pattern(config: RunConfig) -> str:
 
 def whole(transformer: TransformerConfig) -> TransformerConfig:
     """The config of all layers on one pipeline stage, for the layers' spec."""
-    found = copy.copy(transformer)
-    found.pipeline_model_parallel_size = 1
-    found.virtual_pipeline_model_parallel_size = None
-    found.pipeline_model_parallel_layout = None
-    return found
+    copied = copy.copy(transformer)
+    copied.pipeline_model_parallel_size = 1
+    copied.virtual_pipeline_model_parallel_size = None
+    copied.pipeline_model_parallel_layout = None
+    return copied
 
 
 class Hybrid(HybridModel):  # type: ignore[misc]
@@ -83,16 +83,16 @@ class Hybrid(HybridModel):  # type: ignore[misc]
 
 def _attention_half(layer: Any) -> ModuleSpec:
     """Spec of a layer's attention with its norm."""
-    own = dataclasses.replace(layer, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
-    return ModuleSpec(HalfLayer, submodules=own)
+    parts = dataclasses.replace(layer, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    return ModuleSpec(HalfLayer, submodules=parts)
 
 
 def _mlp_half(layer: Any) -> ModuleSpec:
     """Spec of a layer's MLP or experts with their norm."""
-    own = dataclasses.replace(
+    parts = dataclasses.replace(
         layer, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
     )
-    return ModuleSpec(HalfLayer, submodules=own)
+    return ModuleSpec(HalfLayer, submodules=parts)
 
 
 class HalfLayer(TransformerLayer):  # type: ignore[misc]

@@ -34,11 +34,11 @@ class Offload:
         before = self._host
         self._host = {}
         for key, storage in storages.items():
-            own = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            bytes_on_device = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
             host = before.get(key)
-            if host is None or host.numel() != own.numel():
-                host = torch.empty(own.shape, dtype=torch.uint8, pin_memory=own.is_cuda)
-            self._host[key] = host.copy_(own, non_blocking=True)
+            if host is None or host.numel() != bytes_on_device.numel():
+                host = torch.empty(bytes_on_device.shape, dtype=torch.uint8, pin_memory=bytes_on_device.is_cuda)
+            self._host[key] = host.copy_(bytes_on_device, non_blocking=True)
             self._away.append((storage, host))
         _wait()
         for storage, _ in self._away:
@@ -100,11 +100,11 @@ def _exchange(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modul
     for chunk, other in zip(chunks, others, strict=True):
         its = named_weights(other)
         for name, weight in named_weights(chunk).items():
-            kept = weight.detach().clone()
+            before = weight.detach().clone()
             weight.copy_(its[name], non_blocking=True)
             _wait()
-            its[name].copy_(kept)
-            del kept
+            its[name].copy_(before)
+            del before
 
 
 def _wait() -> None:

@@ -33,19 +33,19 @@ def processed(
     if not chunk.post_process:
         return model(*inputs, **more)
     layer = chunk.output_layer
-    found = []
-    own = layer.forward
+    results = []
+    layer_forward = layer.forward
     scale = getattr(chunk, "_scale_logits", None)
-    given = {"output_layer": layer, "labels": labels, "loss_mask": loss_mask, "config": chunk.config}
+    arguments = {"output_layer": layer, "labels": labels, "loss_mask": loss_mask, "config": chunk.config}
 
     def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        with forward_of(layer, own):  # the processor may call it
-            found.append(processor(hidden_states=hidden, output_weight=weight, scale_logits=scale, **given))
+        with forward_of(layer, layer_forward):  # the processor may call it
+            results.append(processor(hidden_states=hidden, output_weight=weight, scale_logits=scale, **arguments))
         return hidden, None
 
     with forward_of(layer, forward):
         model(*inputs, **more)
-    return found[0]
+    return results[0]
 
 
 @functools.cache

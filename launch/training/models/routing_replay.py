@@ -74,14 +74,14 @@ class ReplayedRouter:
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.keeps:
             self.chosen.append(chosen.to(torch.int16))
-        given = self._experts_of_call()
-        if given is None:
+        replayed = self._experts_of_call()
+        if replayed is None:
             return values, chosen
-        given = given.long()
-        is_known = (given >= 0).all(dim=1, keepdim=True)
+        replayed = replayed.long()
+        is_known = (replayed >= 0).all(dim=1, keepdim=True)
         if self._trains and self.is_running:
-            self._count(given, is_known, chosen)
-        experts = torch.where(is_known, given, chosen)
+            self._count(replayed, is_known, chosen)
+        experts = torch.where(is_known, replayed, chosen)
         return scores.gather(1, experts), experts
 
     def _experts_of_call(self) -> Tensor | None:
@@ -92,10 +92,10 @@ class ReplayedRouter:
             self._to_run_again.append(self.experts)
         return self.experts
 
-    def _count(self, given: Tensor, is_known: Tensor, chosen: Tensor) -> None:
-        differ = (given.unsqueeze(2) != chosen.unsqueeze(1)).all(dim=2) & is_known
-        counts = torch.stack([is_known.sum(), differ.sum(), (given == NO_EXPERT).any(dim=1).sum()])
-        self.counts += counts * counts.new_tensor([given.shape[1], 1, given.shape[1]])
+    def _count(self, replayed: Tensor, is_known: Tensor, chosen: Tensor) -> None:
+        differ = (replayed.unsqueeze(2) != chosen.unsqueeze(1)).all(dim=2) & is_known
+        counts = torch.stack([is_known.sum(), differ.sum(), (replayed == NO_EXPERT).any(dim=1).sum()])
+        self.counts += counts * counts.new_tensor([replayed.shape[1], 1, replayed.shape[1]])
 
 
 class RoutingReplay:
@@ -157,8 +157,11 @@ class RoutingReplay:
             counts[layers.index(router.layer)] = router.counts
             router.counts.zero_()
         numbers: list[list[int]] = all_reduce_sum(counts, dist.group.WORLD).tolist()
-        known, differing, unknown = (sum(column) for column in zip(*numbers, strict=True))
-        shares = {"routing/differing": differing / max(known, 1), "routing/unknown": unknown / max(known + unknown, 1)}
+        replayed, differing, unknown = (sum(column) for column in zip(*numbers, strict=True))
+        shares = {
+            "routing/differing": differing / max(replayed, 1),
+            "routing/unknown": unknown / max(replayed + unknown, 1),
+        }
         for layer, (known_here, differing_here, _) in zip(layers, numbers, strict=True):
             shares[f"routing/differing_layer_{layer}"] = differing_here / max(known_here, 1)
         return shares
@@ -191,10 +194,10 @@ class RoutingReplay:
 
 def _put_into(chunk: ModelChunk) -> list[ReplayedRouter]:
     """Put an object into each router of a chunk's decoder, not of its layers for further tokens; return the objects."""
-    found = []
+    routers = []
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
             router.router_replay = ReplayedRouter(layer.layer_number - 1, router.weight.device)
-            found.append(router.router_replay)
-    return found
+            routers.append(router.router_replay)
+    return routers
