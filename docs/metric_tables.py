@@ -24,7 +24,7 @@ TABLES: dict[str, Sequence[Metric]] = {
     "weights": table.WEIGHTS,
     "sequence weights": table.SEQUENCE_WEIGHTS,
     "rejection": (*table.REJECTION, *table.CRITERION, *table.VETO),
-    "statistics": (*table.MEASURED, *table.RATIO, *table.ONLY_RATIO),
+    "statistics": (*table.MEASURED, *table.RATIO, *table.VERL_RATIO),
     "breakdowns": (*table.LENGTH, *table.REWARD, *table.STALENESS, *table.TURN),
 }
 _HEAD = "| name | what is added up | over | range | a bad value, and what to do |\n|---|---|---|---|---|\n"

@@ -200,29 +200,37 @@ def reduce_columns(pair: Pair, sizes: Sequence[int], groups: Sequence[Group | No
 
     Args:
         pair: the tables, n columns each.
-        sizes: how many columns belong to each entry of ``groups``, one after the other; they add up to n.
-        groups: the group of these columns; a group may stand there several times.
+        sizes: how many columns belong to each entry of ``groups``, one after the other; they add up to n. Not read if
+            all entries are the same group.
+        groups: at least one; the group of each run of columns. The same group may come again.
 
     Collectives: for each distinct group one SUM, and one MAX if there are maxima.
     """
     if len(set(groups)) == 1:
         return reduce_pair(pair, groups[0])
-    num_columns = sum(sizes)
-    blocks_of_pair = []  # for the sums and for the maxima: the columns of each entry of ``groups``
-    for flat in pair:
-        num_rows = len(flat) // max(num_columns, 1)
-        blocks_of_pair.append(list(flat.view(num_rows, num_columns).split(list(sizes), dim=1)))
+    # The columns of each entry of ``groups``.
+    sums = _columns(pair[0], sizes)
+    maxima = _columns(pair[1], sizes)
 
     for group, indices in _indices_of_groups(groups):
-        tables = [torch.cat([blocks[index] for index in indices], dim=1) for blocks in blocks_of_pair]
-        reduced_pair = reduce_pair((tables[0].flatten(), tables[1].flatten()), group)
-        for blocks, table, flat in zip(blocks_of_pair, tables, reduced_pair, strict=True):
-            reduced_blocks = flat.view(table.shape).split([sizes[index] for index in indices], dim=1)
-            for index, reduced_block in zip(indices, reduced_blocks, strict=True):
-                blocks[index] = reduced_block
+        sizes_of_group = [sizes[index] for index in indices]
+        sums_of_group = torch.cat([sums[index] for index in indices], dim=1).flatten()
+        maxima_of_group = torch.cat([maxima[index] for index in indices], dim=1).flatten()
 
-    sums, maxima = (torch.cat(blocks, dim=1).flatten() for blocks in blocks_of_pair)
-    return sums, maxima
+        reduced_sums, reduced_maxima = reduce_pair((sums_of_group, maxima_of_group), group)
+        for index, columns in zip(indices, _columns(reduced_sums, sizes_of_group), strict=True):
+            sums[index] = columns
+        for index, columns in zip(indices, _columns(reduced_maxima, sizes_of_group), strict=True):
+            maxima[index] = columns
+
+    return torch.cat(sums, dim=1).flatten(), torch.cat(maxima, dim=1).flatten()
+
+
+def _columns(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return the runs of columns of a flat table whose rows have ``sum(sizes)`` numbers: [rows, size] views."""
+    num_columns = sum(sizes)
+    num_rows = len(flat) // max(num_columns, 1)
+    return list(flat.view(num_rows, num_columns).split(list(sizes), dim=1))
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:

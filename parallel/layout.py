@@ -216,7 +216,7 @@ class SequenceLayout:
         """
         # Tensors and NumPy arrays have the method tolist.
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
-        # The set of types is small, so that few of them are checked, for any number of sequences.
+        # One check for each distinct type, not for each bound: there may be many sequences.
         if not isinstance(bounds, Sequence) or not all(
             issubclass(kind, numbers.Integral) for kind in {type(bound) for bound in bounds}
         ):
@@ -226,7 +226,7 @@ class SequenceLayout:
 
         local_lengths = [end - start for start, end in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or min(local_lengths, default=0) < 0:
-            raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
+            raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never decrease")
         for length in set(local_lengths):
             _num_chunks(length * size, size, split)  # checks the length
         return cls(
@@ -388,16 +388,24 @@ class SequenceLayout:
     def _block(
         self, sequences: slice, local_lengths: list[int], token_starts: list[int], device: torch.device
     ) -> Block:
-        """Return the block of these sequences; the lists are the variables of :meth:`blocks`."""
+        """Return the block of these sequences.
+
+        Args:
+            sequences: the block's sequences.
+            local_lengths: local tokens of each sequence of the layout.
+            token_starts: the first local token of each, and the end of the last one.
+            device: device of the block's tensors.
+        """
         lengths = local_lengths[sequences]
         tokens = slice(token_starts[sequences.start], token_starts[sequences.stop])
         is_padded = len(self.shape) == 2
-        has_equal_lengths = len(set(lengths)) == 1 and lengths[0] > 0
+        # Rows without tokens could not be reduced.
+        is_table = len(set(lengths)) == 1 and lengths[0] > 0
         return Block(
             sequences=sequences,
             index=sequences if is_padded else tokens,
-            lengths=None if has_equal_lengths else _sent(torch.tensor(lengths, dtype=torch.int64), device),
-            shape=(len(lengths), lengths[0]) if has_equal_lengths else (tokens.stop - tokens.start,),
+            lengths=None if is_table else _sent(torch.tensor(lengths, dtype=torch.int64), device),
+            shape=(len(lengths), lengths[0]) if is_table else (tokens.stop - tokens.start,),
         )
 
     def followed(self, places: Tensor) -> Tensor:

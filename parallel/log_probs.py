@@ -82,10 +82,11 @@ def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
-    """Check arguments that all functions of labels share; ``width`` is the number of columns of this rank's logits.
+    """Check the settings, the mask and the labels' dtype; ``width`` is the number of columns of this rank's logits.
 
     Raises:
-        ValueError: labels or a mask of another shape or dtype, and the errors of :func:`check_settings`.
+        ValueError: labels that are no integers, a mask that is not bool of the labels' shape, and the errors of
+            :func:`check_settings`.
     """
     check_settings(spec, width)
     if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
@@ -110,10 +111,16 @@ def check_settings(spec: CallSpec, width: int) -> None:
     if spec.chunk_size is not None:
         check_integer("chunk_size", spec.chunk_size, least=1)
     size = group_size(spec.tp_group)
-    # Megatron pads the vocabulary by fewer than 128 rows a rank unless told otherwise.
-    if spec.vocab_size is not None and not 0 <= width * size - spec.vocab_size < max(spec.vocab_size, 128 * size):
+    if spec.vocab_size is None:
+        return
+    # The whole logits on every rank would have as many columns of padding as of the vocabulary, or more. A small
+    # vocabulary may have: Megatron pads by fewer than 128 columns a rank unless told otherwise. Whole logits of one
+    # pass this check.
+    num_columns = width * size
+    padding = num_columns - spec.vocab_size
+    if not 0 <= padding < max(spec.vocab_size, 128 * size):
         raise ValueError(
-            f"logits of width {width} on {size} tensor-parallel ranks make {width * size} rows, which is no "
+            f"logits of width {width} on {size} tensor-parallel ranks make {num_columns} columns, which is no "
             f"padding of vocab_size={spec.vocab_size}: pass each rank its own shard of the vocabulary"
         )
 

@@ -58,7 +58,7 @@ class Support:
 
     ids: Tensor  # [entries], ids in the whole vocabulary, those of a row behind those of the row before
     offsets: Tensor  # [rows + 1], int64, ascending from 0 to the number of entries
-    valid: Tensor  # bool, one value, False if the caller's offsets, or the promised order, were wrong
+    valid: Tensor  # bool, one value; False if the caller's offsets, or on a GPU the promised order, were wrong
     vocab_size: int  # number of ids in the whole vocabulary
     first_id: int  # id of the first local column
     is_sorted: bool  # the caller's word that the ids of each row ascend, and none comes twice
@@ -67,15 +67,16 @@ class Support:
     def make(cls, ids: Tensor, offsets: Tensor, vocab_size: int, first_id: int, *, is_sorted: bool = False) -> Support:
         """Make a support from a caller's ids and offsets; on a GPU without a look at their values.
 
-        With ``is_sorted`` nothing is sorted later: the caller says that the ids of each row ascend, without an id that
-        comes twice, and lie in the vocabulary. Where this or the offsets are wrong, ``valid`` is False.
+        ``is_sorted`` is the caller's word that the ids of each row ascend, without an id that comes twice, and lie in
+        the vocabulary. A GPU then sorts nothing, and ``valid`` is False where the word is wrong. A CPU looks at the ids
+        in any case, and sorts them if needed. Wrong offsets make ``valid`` False everywhere.
         """
         offsets = offsets.long()
         valid = (offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()
         if len(offsets) == 1:
             # Without rows, no entry belongs to one.
             ids = ids[:0]
-        # Offsets that are wrong would be indices out of range: all entries are given to the last row.
+        # Wrong offsets could be indices out of range: instead the last row gets all entries, and the others none.
         offsets = torch.where(valid, offsets, 0)
         # By fill_, because the assignment of a number would copy it to a GPU, and the host would wait.
         offsets[-1:].fill_(len(ids))

@@ -267,13 +267,16 @@ class _VocabSoftmax(torch.autograd.Function):
 def _support_of_rows(
     ids: Tensor | None, offsets: Tensor | None, labels: Tensor, order: list[int], spec: CallSpec, width: int
 ) -> Support | None:
-    """The kept tokens of the rows, whose dimensions are in this order; None without a support.
+    """The kept tokens of the rows, in the order of the rows in memory; None without a support.
 
-    ``ids`` and ``offsets`` are in the order of ``labels.flatten()``; ``width`` is v/tp.
+    ``ids`` and ``offsets`` are in the order of ``labels.flatten()``; ``width`` is v/tp. ``order`` has the logits'
+    leading dimensions by falling stride.
     """
     support = spec.support(ids, offsets, width)
-    if support is None or order == sorted(order):
+    is_in_order = order == list(range(len(order)))
+    if support is None or is_in_order:
         return support
+    # For each row in memory, its index in labels.flatten().
     (positions,) = flat(order, torch.arange(labels.numel(), device=labels.device).view(labels.shape))
     return support.permuted(positions)
 

@@ -67,9 +67,9 @@ def _check_shape(table: Tensor, config: RunConfig) -> None:
     model_top_k = experts_of(config).moe_router_topk
     if layers not in (model_layers, model_layers_with_experts) or top_k != model_top_k:
         raise ValueError(
-            f"routed_experts has {layers} layers of {top_k} experts, the model {model_layers} layers, "
-            f"{model_layers_with_experts} of them with {model_top_k} experts for each token: record the rollouts with "
-            "this model"
+            f"routed_experts has {layers} layers with {top_k} choices for each token, the model {model_layers} layers, "
+            f"{model_layers_with_experts} of them with experts and {model_top_k} choices for each token: record the "
+            "rollouts with this model"
         )
 
 

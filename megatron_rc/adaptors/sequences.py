@@ -104,7 +104,9 @@ def _listed(name: str, values: Sequences) -> list[Tensor]:
     sequences = list(values.unbind()) if isinstance(values, Tensor) else list(values)
     for number, sequence in enumerate(sequences):
         if not isinstance(sequence, Tensor) or sequence.dim() != 1:
-            raise ValueError(f"{name}[{number}] is {sequence!r:.80}: expected a tensor [length]")
+            is_tensor = isinstance(sequence, Tensor)
+            received = f"a tensor {[*sequence.shape]}" if is_tensor else f"{sequence!r:.80}"
+            raise ValueError(f"{name}[{number}] is {received}: expected a tensor [length]")
     return sequences
 
 

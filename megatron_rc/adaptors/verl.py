@@ -131,18 +131,21 @@ class VerlCorrection:
         mask = response_mask != 0
         if correction_config.bypass_mode:
             algorithm = correction_config.loss_type
-            mask, accepted, weights, metrics = self._correct_in_loss(
+            trained, accepted, weights, metrics = self._correct_in_loss(
                 correction_config, log_prob.detach(), old_log_prob, mask, advantages
             )
         else:
             # add_to_batch has corrected on the driver: rejected tokens are no longer in the mask.
             algorithm = self.algorithm
+            trained = mask
             accepted = mask
             weights = rollout_is_weights
             metrics = {}
 
         bounds = _bounds(config, objective_of(algorithm))
-        losses = policy_loss(log_prob, old_log_prob, advantages, mask, algorithm=algorithm, weights=weights, **bounds)
+        losses = policy_loss(
+            log_prob, old_log_prob, advantages, trained, algorithm=algorithm, weights=weights, **bounds
+        )
         loss = _aggregated(losses.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
         return loss.to(log_prob.dtype), {**_actor_metrics(losses.statistics), **metrics}
 
@@ -159,9 +162,10 @@ class VerlCorrection:
             advantages: [b, r].
 
         Returns:
-            (valid, accepted, weights, metrics). ``valid``, [b, r] bool, are the trained tokens whose log-probs are both
-            usable, rejected ones included. ``accepted``, [b, r] bool, are the trained tokens that are not rejected. The
-            weights are None if the loss is not multiplied by them.
+            (valid, accepted, weights, metrics). ``valid``, [b, r] bool, are the trained tokens with a usable log π_θ
+            and a usable log π_rollout; rejected ones are included, because ``accepted`` masks the loss later.
+            ``accepted``, [b, r] bool, are the trained tokens that are not rejected. The weights are None if the loss is
+            not multiplied by them.
         """
         result, weights, accepted = corrected(
             train, rollout, mask, config, advantages=advantages, allow_zero_log_probs=self.allow_zero_log_probs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -97,7 +99,8 @@ def group_advantages(
     and of [num_groups + 1], and for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1]
     more. For ``gpg`` one SUM of two doubles over ``dp_cp``. For an estimator of your own, those of the methods of
     :class:`.PromptTerms` that it calls.
-    Host synchronisations: one, with or without ``num_groups``. Gradient: none.
+    Host synchronisations: one, with or without ``num_groups``; with ``rollout_ids`` also those of ``torch.unique``.
+    Gradient: none.
 
     Raises:
         ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, shapes or dtypes are wrong,
@@ -165,6 +168,71 @@ def _prompt_terms(
 
     Collectives: the two SUMs of :func:`group_advantages`.
     """
+    sums = _checked_sums(rewards, weights, rows=rows, prompts=prompts, num_groups=num_groups, checks_rows=checks_rows)
+    prompt = prompts.prompt_of_row
+    # A prompt with one response has nothing to compare it with.
+    mean_of_prompt = torch.where(sums.num_all > 1, sums.weighted_rewards / sums.safe_weight, 0)
+    means = mean_of_prompt[prompt]
+    centred = _centred(rewards, means, is_only_kept=((sums.num_all > 1) & (sums.num_kept == 1))[prompt])
+
+    (squares,) = prompts.sum(torch.where(rows.kept, rows.share_of_kept * weights * centred.square(), 0))
+    variance_of_prompt = _variances(squares, sums)
+
+    return PromptTerms(
+        rewards=rewards,
+        kept=rows.kept,
+        counts=sums.num_kept[prompt],
+        weights=weights,
+        means=means,
+        centred=centred,
+        variances=variance_of_prompt[prompt],
+        leave_one_out=_leave_one_out(weights, sums, prompt),
+        f_norm=f_norm,
+        shares=rows.share_of_kept,
+        prompts=prompts,
+        batch=batch,
+        given_lengths=lengths,
+    )
+
+
+@dataclass(frozen=True)
+class _PromptTable:
+    """Sums over the responses to each prompt, [entries of the prompts' table] float64 each.
+
+    Attributes:
+        num_all: number of responses.
+        num_kept: number of kept responses.
+        weight: sum of the kept responses' weights w.
+        squared_weight: sum of w².
+        weighted_rewards: sum of w x, with the reward x.
+    """
+
+    num_all: Tensor
+    num_kept: Tensor
+    weight: Tensor
+    squared_weight: Tensor
+    weighted_rewards: Tensor
+
+    @property
+    def safe_weight(self) -> Tensor:
+        """``weight``, with 1 where it is 0, to divide by."""
+        return torch.where(self.weight > 0, self.weight, 1)
+
+
+def _checked_sums(
+    rewards: Tensor,
+    weights: Tensor,
+    *,
+    rows: ResponseRows,
+    prompts: PromptSums,
+    num_groups: int | None,
+    checks_rows: bool,
+) -> _PromptTable:
+    """Sum over the responses to each prompt, and refuse bad ids and rows; arguments as for :func:`_prompt_terms`.
+
+    Collectives: one SUM of [num_groups + 1, 5] doubles over ``dp_cp``, or of 6 columns with ``checks_rows``.
+    Host synchronisations: one with ``num_groups`` or ``checks_rows``.
+    """
     # Each of a response's k kept rows counts 1/k, so that the response counts once.
     share = rows.share_of_kept
     columns = [
@@ -176,58 +244,69 @@ def _prompt_terms(
     ]
     if checks_rows:
         columns.append(rows.differ(rewards, weights).double())
-    num_all, num_kept, weight_sum, squared_weight_sum, weighted_rewards, *num_differing = prompts.sum(*columns)
-    if num_groups is not None and num_all[num_groups]:
+    sums = prompts.sum(*columns)
+
+    # k shares of 1/k add up to 1 only up to rounding: round the sums to the numbers of responses that they are.
+    num_all = sums[0].round()
+    if num_groups is not None or checks_rows:
+        none = rewards.new_zeros(())
+        num_outside = none if num_groups is None else num_all[num_groups]
+        num_differing = sums[5].sum() if checks_rows else none
+        _check_counts(torch.stack([num_outside, num_differing]).tolist(), num_groups)
+    return _PromptTable(
+        num_all=num_all,
+        num_kept=sums[1].round(),
+        weight=sums[2],
+        squared_weight=sums[3],
+        weighted_rewards=sums[4],
+    )
+
+
+def _check_counts(counts: Sequence[float], num_groups: int | None) -> None:
+    """Raise ValueError if responses have an id out of range, or rows of one rollout differ; ``counts`` of the two."""
+    num_outside, num_differing = counts
+    if num_outside:
         raise ValueError(
-            f"{int(num_all[num_groups].ceil())} of group_ids do not lie in [0, num_groups={num_groups}): number the "
+            f"group_ids of {int(num_outside)} responses do not lie in [0, num_groups={num_groups}): number the "
             "prompts of the batch from 0, alike on every rank"
         )
-    if num_differing and num_differing[0].any():
+    if num_differing:
         raise ValueError(
-            f"rollout_ids: {int(num_differing[0].sum())} rows have another reward or weight than other rows of their "
+            f"rollout_ids: {int(num_differing)} rows have another reward or weight than other rows of their "
             "rollout: give each row of a rollout the rollout's reward and weight, or leave rollout_ids out"
         )
-    # k shares of 1/k add up to 1 only up to rounding: round the sums to the numbers of responses that they are.
-    num_all = num_all.round()
-    num_kept = num_kept.round()
 
-    prompt = prompts.prompt_of_row
-    safe_weight_sum = torch.where(weight_sum > 0, weight_sum, 1)
-    # A prompt with one response has nothing to compare it with.
-    means = torch.where(num_all > 1, weighted_rewards / safe_weight_sum, 0)[prompt]
+
+def _centred(rewards: Tensor, means: Tensor, *, is_only_kept: Tensor) -> Tensor:
+    """Return the rewards minus the means of their prompts, [n]; exactly 0 where they are equal.
+
+    Rounding may leave a weighted mean different from equal rewards, or from the only one: ``is_only_kept``, [n] bool.
+    """
     centred = rewards - means
-    # Rounding may leave a weighted mean different from equal rewards, or from the only one: then x - mean is set to
-    # exactly 0; as x - x, which is NaN if the reward is not finite.
-    is_only_kept = ((num_all > 1) & (num_kept == 1))[prompt]
     is_rounding = centred.abs() <= ROUNDING * rewards.abs()
-    centred = torch.where(is_only_kept | is_rounding, rewards - rewards, centred)
+    # x - x is 0, and NaN if the reward is not finite.
+    zero_or_nan = rewards - rewards
+    return torch.where(is_only_kept | is_rounding, zero_or_nan, centred)
 
-    (squares,) = prompts.sum(torch.where(rows.kept, share * weights * centred.square(), 0))
+
+def _variances(squares: Tensor, sums: _PromptTable) -> Tensor:
+    """Return each prompt's variance from its sum of w (x - mean)²; 1 if fewer than two responses have a weight."""
     # The degrees of freedom: n - 1 if all n responses have the weight 1.
-    freedom = weight_sum - squared_weight_sum / safe_weight_sum
-    has_no_freedom = freedom <= _NO_FREEDOM * weight_sum
-    variances = torch.where(has_no_freedom, 1, squares / torch.where(freedom > 0, freedom, 1))[prompt]
+    freedom = sums.weight - sums.squared_weight / sums.safe_weight
+    has_no_freedom = freedom <= _NO_FREEDOM * sums.weight
+    return torch.where(has_no_freedom, 1, squares / torch.where(freedom > 0, freedom, 1))
 
-    weight_of_others = weight_sum[prompt] - weights
-    has_no_other = (num_kept[prompt] < 2) | (weight_of_others <= 0)
+
+def _leave_one_out(weights: Tensor, sums: _PromptTable, prompt: Tensor) -> Tensor:
+    """Return the factor Σ w / (Σ w - w) of each row, [n]; 0 if no other response to its prompt counts.
+
+    ``prompt``, [n]: the entry of each row's prompt in the table.
+    """
+    weight_of_prompt = sums.weight[prompt]
+    weight_of_others = weight_of_prompt - weights
+    has_no_other = (sums.num_kept[prompt] < 2) | (weight_of_others <= 0)
     safe_weight_of_others = torch.where(weight_of_others == 0, 1, weight_of_others)
-    leave_one_out = torch.where(has_no_other, 0, weight_sum[prompt] / safe_weight_of_others)
-
-    return PromptTerms(
-        rewards=rewards,
-        kept=rows.kept,
-        counts=num_kept[prompt],
-        weights=weights,
-        means=means,
-        centred=centred,
-        variances=variances,
-        leave_one_out=leave_one_out,
-        f_norm=f_norm,
-        shares=share,
-        prompts=prompts,
-        batch=batch,
-        given_lengths=lengths,
-    )
+    return torch.where(has_no_other, 0, weight_of_prompt / safe_weight_of_others)
 
 
 def _check_together(estimator: AdvantageEstimator, *, num_groups: int | None, groups: ParallelGroups | None) -> None:

@@ -55,16 +55,19 @@ def fp8_per_channel(weight: Tensor, over_ranks: Reduce | None = None) -> Tensor:
 
 
 def fp8_per_block(weight: Tensor, block: int = BLOCK) -> Tensor:
-    """Round to fp8 (e4m3) with a scale for each block of 128 × 128: vLLM's ``--quantization fp8_per_block``.
+    """Round to fp8 (e4m3) with a scale for each ``block`` × ``block`` part: vLLM's ``--quantization fp8_per_block``.
 
-    ``per_block_cast_to_fp8`` in vLLM's ``vllm/utils/deep_gemm.py``. Blocks begin at the weight's first row and column:
-    those of a TP shard are the whole weight's if each shard's sides are multiples of 128.
+    ``per_block_cast_to_fp8`` in vLLM's ``vllm/utils/deep_gemm.py``, with blocks of 128. Blocks begin at the weight's
+    first row and column. A TP shard has the whole weight's blocks if the dimension that is cut is a multiple of
+    ``block`` on each rank.
     """
     rows, columns = weight.shape
     padding = (0, -columns % block, 0, -rows % block)
     padded = torch.nn.functional.pad(weight.float(), padding)
+    # [blocks of rows, block, blocks of columns, block]
     blocks = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
     scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4) / FP8_MAX
+    # vLLM multiplies by the reciprocal; a division would round otherwise.
     rounded: Tensor = _to_fp8(blocks * (1 / scale)) * scale
     return rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 

@@ -104,12 +104,12 @@ def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout
         per_token: the weighted loss of every token, of the layout's local shape; differentiated.
         mask: bool, like ``per_token``: the tokens that count.
         mode: the aggregation. ``seq-mean-token-mean`` divides each token by its sequence's n_i.
-        lengths: [n] float64, n_i of the whole sequences.
+        lengths: [n] float64, n_i of the whole sequences; ``seq-mean-token-mean`` alone reads them.
         layout: which tokens these are.
 
     Returns:
-        0-D float64. Sums of float32 terms in float64 are the same for every order that a layout adds them in. The
-        result stays in the graph of ``per_token`` even if nothing is counted.
+        0-D float64, so that the order in which a layout adds the terms changes the result by about 1e-16 of it. It
+        stays in the graph of ``per_token`` even if nothing is counted.
     """
     terms = torch.where(mask, per_token, per_token.new_zeros(())).double()
     if mode == "seq-mean-token-mean":

@@ -740,7 +740,7 @@ RATIO = (
 )
 
 # As verl named them in 2025-11, when there was one criterion: only if one measured criterion has bounds on ρ.
-ONLY_RATIO = (
+VERL_RATIO = (
     Metric(
         name="rollout_rs_ratio_fraction_high",
         numerator=lambda batch: batch.units_outside[0],
@@ -867,19 +867,19 @@ def values_of(metrics: Sequence[Metric], numbers: Numbers, label: str = "") -> d
 
 
 def _criteria_metrics(batch: Numbers) -> dict[str, float]:
-    """Return the metrics of each criterion."""
+    """Return the metrics of each criterion; the only one with bounds on ρ has those of verl's first names too."""
     metrics: dict[str, float] = {}
     with_bounds_on_ratio = []
     for criterion in batch.config.criteria:
-        of_criterion = dataclasses.replace(batch, criterion=criterion)
-        metrics |= values_of(CRITERION, of_criterion, criterion.name)
+        numbers = dataclasses.replace(batch, criterion=criterion)
+        metrics |= values_of(CRITERION, numbers, criterion.name)
         if criterion.is_measured:
-            metrics |= values_of(MEASURED, of_criterion, criterion.name)
+            metrics |= values_of(MEASURED, numbers, criterion.name)
             if criterion.bounds.on_ratio:
-                metrics |= values_of(RATIO, of_criterion, criterion.name)
-                with_bounds_on_ratio.append(of_criterion)
+                metrics |= values_of(RATIO, numbers, criterion.name)
+                with_bounds_on_ratio.append(numbers)
     if len(with_bounds_on_ratio) == 1:
-        metrics |= values_of(ONLY_RATIO, with_bounds_on_ratio[0])
+        metrics |= values_of(VERL_RATIO, with_bounds_on_ratio[0])
     return metrics
 
 

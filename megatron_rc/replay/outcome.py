@@ -34,7 +34,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightSummary:
     """Weights of the accepted tokens; all are 1 if the correction has no weights."""
 
     mean: float
@@ -57,7 +57,7 @@ class Outcome:
     by_length: list[Bucket]  # by powers of 2 of the length
     by_age: list[Bucket]  # by age, in steps, of the weights that sampled
     by_turn: list[Bucket]  # by turn; a sequence counts in each turn that it has
-    weights: Weights
+    weights: WeightSummary
     accepted: Tensor  # [n] int64, accepted tokens of each sequence
     mean_weights: Tensor  # [n] float64, mean weight of the sampled tokens of each sequence, 0 for rejected ones
     token_weights: list[Tensor] | None  # for each batch [n, s], 0 if not accepted; None without weights
@@ -94,7 +94,7 @@ def outcome(data: Recorded, name: str, config: RolloutCorrectionConfig) -> Outco
     masks = _listed(result.mask)
     weights = _listed(result.weights) if config.applies_weights else None
     accepted = torch.cat([mask.sum(dim=1) for mask in masks])
-    sums, summary = _weights(masks, weights, int(data.lengths.sum()))
+    sums, summary = _summarised(masks, weights, num_sampled=int(data.lengths.sum()))
     count = partial(_buckets, data.lengths, accepted)
     return Outcome(
         name=name,
@@ -146,33 +146,41 @@ def _power(lengths: Tensor) -> Tensor:
     return torch.frexp(lengths.clamp(min=1).double()).exponent.long() - 1
 
 
-def _weights(masks: list[Tensor], weights: list[Tensor] | None, tokens: int) -> tuple[Tensor, Weights]:
-    """[n] float64 sums of the weights of each sequence, and a summary of all weights."""
-    weights = [mask.double() for mask in masks] if weights is None else weights
+def _summarised(masks: list[Tensor], weights: list[Tensor] | None, *, num_sampled: int) -> tuple[Tensor, WeightSummary]:
+    """Return the sum of each sequence's accepted weights, [n] float64, and a summary of all accepted weights.
+
+    Args:
+        masks: for each batch [n, s] bool, the accepted tokens.
+        weights: for each batch [n, s]. None: every accepted token has the weight 1.
+        num_sampled: all sampled tokens, accepted or not, for the effective share.
+    """
+    if weights is None:
+        weights = [mask.double() for mask in masks]
     sums = []
     histogram = torch.zeros(NUM_BINS, dtype=torch.int64)
     smallest = math.inf
     largest = 0.0
     num_accepted = 0
-    zeros = 0
+    num_zero = 0
     for mask, values in zip(masks, weights, strict=True):
         sums.append(torch.where(mask, values, 0).sum(dim=1, dtype=torch.float64))
-        accepted = values[mask]
-        if not len(accepted):
+        accepted_weights = values[mask]
+        if not len(accepted_weights):
             continue
-        num_accepted += len(accepted)
-        smallest = min(smallest, float(accepted.amin()))
-        largest = max(largest, float(accepted.amax()))
-        nonzero = accepted[accepted > 0]
-        zeros += len(accepted) - len(nonzero)
-        bins = (nonzero.log2() + LOG_LIMIT).mul_(BINS_PER_POWER).clamp_(0, NUM_BINS - 1)
+        num_accepted += len(accepted_weights)
+        smallest = min(smallest, float(accepted_weights.amin()))
+        largest = max(largest, float(accepted_weights.amax()))
+        num_zero += int((accepted_weights == 0).sum())
+
+        powers = accepted_weights[accepted_weights > 0].log2()
+        bins = ((powers + LOG_LIMIT) * BINS_PER_POWER).clamp(0, NUM_BINS - 1)
         histogram += torch.bincount(bins.long(), minlength=NUM_BINS)
     sequence_sums = torch.cat(sums)
-    return sequence_sums, Weights(
+    return sequence_sums, WeightSummary(
         mean=float(sequence_sums.sum()) / max(num_accepted, 1),
         smallest=smallest if num_accepted else 0.0,
         largest=largest,
-        effective_share=effective_share(masks, weights, tokens),
+        effective_share=effective_share(masks, weights, num_sampled),
         histogram=histogram.tolist(),
-        zeros=zeros,
+        zeros=num_zero,
     )

@@ -103,7 +103,7 @@ def test_ranks_with_other_sequences(ranks):
         ({"train_log_probs": torch.zeros(2, 3)}, "train_log_probs is a Tensor: pass a list"),
         ({"train_log_probs": TWO[:1]}, "train_log_probs has 1 sequences, response_masks 2"),
         ({"rollout_log_probs": TWO[::-1]}, r"rollout_log_probs\[0\] has 3 tokens, response_masks\[0\] 2"),
-        ({"rollout_log_probs": [*TWO[:1], TWO[1].view(1, 3)]}, r"rollout_log_probs\[1\] is tensor"),
+        ({"rollout_log_probs": [*TWO[:1], TWO[1].view(1, 3)]}, r"rollout_log_probs\[1\] is a tensor \[1, 3\]"),
         ({"advantages": [torch.ones(2)]}, "advantages has 1 sequences"),
         ({"rollout_log_probs": [TWO[0] * torch.nan, TWO[1]]}, "rollout log-prob of sample 0"),
     ],

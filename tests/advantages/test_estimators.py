@@ -439,7 +439,7 @@ def refusal_on_ranks(first_rank_ids):
 def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
     layout = Layout(cp=2, dp=2)
     (message,) = set(ranks.run(refusal_on_ranks, layout, [-1, 1, 2]))
-    assert message.startswith("2 of group_ids")
+    assert message.startswith("group_ids of 2 responses")
     assert "num_groups=2" in message
     assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
 

@@ -25,20 +25,31 @@ _BLOCK_BYTES = 1 << 20
 class Table:
     """Rows of a data set of the ``datasets`` library; ``digest`` is a hash of its content."""
 
-    def __init__(self, name: str, path: str, visit: Callable[[int, Row], None]) -> None:
-        self.name = name
+    def __init__(self, flag: str, path: str, check_row: Callable[[int, Row], None]) -> None:
+        """Load the data set, hash its content, and check every row.
+
+        Args:
+            flag: the flag that names it, for errors.
+            path: a folder, or a Parquet or CSV file.
+            check_row: called once with each row and its number; raises ValueError for a bad one.
+
+        Raises:
+            ConfigurationError: it cannot be loaded, or has a bad row.
+        """
+        self.flag = flag
         self.path = path
         is_folder = os.path.isdir(path)
-        require("datasets", f"{name} {path}, a folder," if is_folder else f"{name} {path}", "data")
+        require("datasets", f"{flag} {path}, a folder," if is_folder else f"{flag} {path}", "data")
         if is_folder:
-            self._dataset = _load_folder(name, path)
+            self._dataset = _load_folder(flag, path)
             self.digest = _digest_of_rows(self._dataset)
         else:
-            self.digest = _digest_of_file(name, path)
-            self._dataset = _load_file(name, path, self.digest)
+            # The digest names the file's folder in the cache of datasets, so it comes first.
+            self.digest = _digest_of_file(flag, path)
+            self._dataset = _load_file(flag, path, self.digest)
         for index, row in enumerate(_rows(self._dataset)):
             try:
-                visit(index, row)
+                check_row(index, row)
             except ValueError as error:
                 raise ConfigurationError(f"{self.where(index)} {error}") from error
 
@@ -53,7 +64,7 @@ class Table:
 
     def where(self, index: int) -> str:
         """Name of a row for errors: flag, file and place in it."""
-        return f"{self.name} {self.path}, row {index}"
+        return f"{self.flag} {self.path}, row {index}"
 
 
 def _rows(dataset: Any) -> Iterator[Row]:

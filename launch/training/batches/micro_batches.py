@@ -27,7 +27,7 @@ from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.records.support import offsets_of, take_support
 from megatron_rc.training.micro_batch import MicroBatch
 
-_PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards")
+_PER_SEQUENCE = ("sequence_ids", "sequence_lengths", "rewards", "plan_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +60,22 @@ class LocalTokens(MicroBatch):
     returns: Tensor | None = None  # targets of the values
 
     def piece(self, cut: Cut) -> LocalTokens:
-        """The tokens of one micro-batch."""
-        present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The tokens of one micro-batch; advantages may be those of tokens or of sequences."""
         advantages_are_per_token = self.advantages.shape == self.layout.shape
-        of_sequences = _PER_SEQUENCE if advantages_are_per_token else (*_PER_SEQUENCE, "advantages")
-        slices: dict[str, Any] = dict.fromkeys(of_sequences, cut.sequences)
-        slices |= {"support_ids": slice(*cut.support), "teacher_hidden": cut.number}
-        slices |= dict.fromkeys(("teacher_top_ids", "teacher_top_log_probs"), slice(*cut.teacher_top))
-        pieces: dict[str, Any] = {
-            name: value[slices.get(name, cut.tokens)] for name, value in present.items() if isinstance(value, Tensor)
+        per_sequence = _PER_SEQUENCE if advantages_are_per_token else (*_PER_SEQUENCE, "advantages")
+        index_of: dict[str, slice | int] = {
+            **dict.fromkeys(per_sequence, cut.sequences),
+            "support_ids": slice(*cut.support),
+            "teacher_top_ids": slice(*cut.teacher_top),
+            "teacher_top_log_probs": slice(*cut.teacher_top),
+            "teacher_hidden": cut.number,
         }
+        pieces: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                # All other tensors have one entry a token.
+                pieces[field.name] = value[index_of.get(field.name, cut.tokens)]
         return replace(self, layout=cut.layout, **pieces)
 
 

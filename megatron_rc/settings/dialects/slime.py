@@ -210,7 +210,10 @@ def _rs_bounds(settings: Settings) -> tuple[float, float]:
 
 
 def _off_policy_masking(settings: Settings) -> list[tuple[str, str]]:
-    """Return (name, bound) of the criterion for sequences with A < 0; empty without ``use_opsm``."""
+    """Return [("opsm", the bound)], or [] without ``use_opsm``; add notes where slime differs.
+
+    The criterion rejects sequences with A < 0 whose mean of -log ρ is above the bound.
+    """
     if not settings.boolean("use_opsm"):
         settings.drop("opsm_delta", because="use_opsm is off")
         return []
