@@ -70,6 +70,8 @@ def _attention_parameters(config: RunConfig) -> int:
         parameters += qkv_width
     if transformer.add_bias_linear or config.model.attention_output_bias:
         parameters += hidden
+    if transformer.softmax_type == "learnable":
+        parameters += transformer.num_attention_heads // tp
     if transformer.qk_layernorm and config.model.qk_norm_over == "all_heads":
         parameters += query_width + key_width
     elif transformer.qk_layernorm:
@@ -118,6 +120,8 @@ def _router_parameters(config: RunConfig) -> int:
     experts = config.experts
     assert experts is not None
     parameters = config.transformer.hidden_size * experts.num_moe_experts
+    if config.transformer.add_bias_linear:
+        parameters += experts.num_moe_experts
     shared_width = experts.moe_shared_expert_intermediate_size
     if shared_width:
         parameters += _mlp_parameters(config, shared_width, config.parallel.tensor_model_parallel_size)

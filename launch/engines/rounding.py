@@ -29,7 +29,8 @@ class Rounding:
             return tensor.float()
         if self._transposed.get(name):
             return round_weight(tensor.t(), self.dtype, True).t()
-        return round_weight(tensor, self.dtype, name in self._transposed or is_expert(name))
+        is_bias = name.endswith("bias")
+        return round_weight(tensor, self.dtype, name in self._transposed or (is_expert(name) and not is_bias))
 
 
 def round_weight(
@@ -39,8 +40,9 @@ def round_weight(
 
     ``fp8-e4m3`` and ``int8`` use one float32 scale for each output row of a linear layer, as engines do. Embeddings,
     norms and the output layer are bfloat16 with these types. An engine that computes in bfloat16 rounds again. The
-    weight of a linear layer is ``quantizable``: its shape is [out, in]. If a shard has some columns of it alone,
-    ``over_ranks`` makes the largest values [out, 1] of the shard those of all shards.
+    weight of a linear layer is ``quantizable``: its shape is [out, in], of stacked experts [experts, in, out]. If a
+    shard has some columns of it alone, ``over_ranks`` makes the largest values [out, 1] of the shard those of all
+    shards.
     """
     tensor = tensor.float()
     if dtype == "fp32":

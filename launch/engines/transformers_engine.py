@@ -56,7 +56,8 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
 
         compute = torch.bfloat16 if device.type == "cuda" and dtype != "fp32" else torch.float32
-        self.model = AutoModelForCausalLM.from_config(config, dtype=compute, attn_implementation="sdpa")
+        # The attention is PyTorch's, except in models that need transformers' own, such as those with sinks.
+        self.model = AutoModelForCausalLM.from_config(config, dtype=compute)
         self.model = self.model.to(device).eval().requires_grad_(False)
         for buffer in kept_buffers(self.model).values():
             buffer.data = buffer.data.float()  # as in a model that is read from files

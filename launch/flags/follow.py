@@ -80,6 +80,7 @@ def with_what_follows(values: Values, world_size: int, *, engine: bool, elsewher
             "rl_sequence_packing_bin_size": values.rl_sequence_packing_bin_size
             or values.micro_batch_size * values.seq_length,
             "max_position_embeddings": values.max_position_embeddings or values.seq_length,
+            "swiglu": values.swiglu or values.quick_geglu,
             "ffn_hidden_size": values.ffn_hidden_size or 4 * values.hidden_size,
             "knows_versions": samples or values.rollout_staleness is not None,
             "virtual_pipeline_model_parallel_size": _virtual_stages(values),

@@ -80,6 +80,12 @@ _TABLE = (
         "kv_channels add_qkv_bias attention_output_bias group_query_attention num_query_groups",
     ),
     Rule("--qk-layernorm", lambda run: run.qk_layernorm, "qk_norm_over"),
+    Rule("--window-size", lambda run: run.window_size, "window_attn_skip_freq"),
+    Rule(
+        "--swiglu or --quick-geglu",
+        lambda run: run.swiglu or run.quick_geglu,
+        "glu_linear_offset activation_func_clamp_value",
+    ),
     Rule("--group-query-attention", lambda run: run.group_query_attention, "num_query_groups"),
     Rule("--disable-bias-linear", lambda run: run.disable_bias_linear, "add_qkv_bias attention_output_bias"),
     Rule(

@@ -54,8 +54,8 @@ def layers_of_layout(layout: str, stages: int, num_layers: int) -> list[int]:
     return [chunk.count(LayerType.decoder) for turn in turns for chunk in turn]
 
 
-def layers_without_rope(word: str) -> str:
-    """Normal form of a value of ``--no-rope-freq``: ``4`` for every fourth layer, or ``[0]*3+[1]``."""
+def some_layers(word: str) -> str:
+    """Normal form of a pattern of some layers: ``4`` for every fourth layer, or ``[0]*3+[1]``."""
     value = number_or_pattern(word)
     if isinstance(value, int):
         if value > 0:
@@ -81,3 +81,11 @@ def expert_layers(word: str) -> str:
     elif value and set(value) <= {0, 1}:
         return pattern_in_words(value)
     raise ValueError(f"expected a number above 0, or a list of 0 and 1, got {word!r}")
+
+
+def attention_window(word: str) -> str:
+    """Normal form of a value of ``--window-size``: ``127,0``; Megatron-LM also takes ``(127,0)``."""
+    before, _, behind = word.strip("()").partition(",")
+    if before.strip().isdecimal() and behind.strip() == "0":
+        return f"{int(before)},0"
+    raise ValueError(f"expected a number of keys and 0, such as 127,0, got {word!r}")

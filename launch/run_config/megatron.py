@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
-from megatron_rc.launch.run_config.layer_patterns import expert_layers, layers_without_rope
+from megatron_rc.launch.run_config.layer_patterns import attention_window, expert_layers, some_layers
 from megatron_rc.launch.run_config.options import Section, option, values_of
 
 
@@ -76,8 +76,31 @@ class TransformerSection(Section):
     rotary_interleaved: bool = option("rotate pairs of neighbouring dimensions instead of the halves of a head")
     no_rope_freq: str | None = option(
         "layers whose queries and keys are not rotated: N every N-th, [0]*3+[1] those with a 1; default: none",
-        read=layers_without_rope,
+        read=some_layers,
         metavar="PATTERN",
+    )
+    softmax_type: Literal["vanilla", "learnable"] = option(
+        "softmax of the attention; learnable: with a sink, a trained number of each head that takes a share of the "
+        "weights",
+        default="vanilla",
+    )
+    window_size: str | None = option(
+        "keys that a query sees before and behind its own, such as 127,0: nothing behind; default: all before",
+        read=attention_window,
+        metavar="BEFORE,0",
+    )
+    window_attn_skip_freq: str | None = option(
+        "layers with --window-size: N all but every N-th, [1]*3+[0] those with a 1; default: all",
+        read=some_layers,
+        metavar="PATTERN",
+    )
+    glu_linear_offset: float = option(
+        "number that is added to the other half of a gated MLP before its product with the gate",
+        default=0.0,
+        any_sign=True,
+    )
+    activation_func_clamp_value: float | None = option(
+        "largest input of a gated MLP's activation, and of the other half in both directions; default: no bound"
     )
     init_method_std: float = option("standard deviation of the initial weights", default=0.02)
     attention_dropout: float = option(

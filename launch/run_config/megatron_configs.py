@@ -29,6 +29,10 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     del fields["group_query_attention"]
     if config.transformer.no_rope_freq is not None:
         fields["no_rope_freq"] = number_or_pattern(config.transformer.no_rope_freq)
+    if config.transformer.window_size is not None:
+        fields["window_size"] = tuple(map(int, config.transformer.window_size.split(",")))
+    if config.transformer.window_attn_skip_freq is not None:
+        fields["window_attn_skip_freq"] = number_or_pattern(config.transformer.window_attn_skip_freq)
     if config.experts:
         fields |= values_of(config.experts)
         fields["moe_layer_freq"] = number_or_pattern(config.experts.moe_layer_freq)
@@ -106,6 +110,11 @@ def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
 
 
 def _activation(config: RunConfig) -> Callable[[Tensor], Tensor]:
+    if config.model.quick_geglu:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        activation: Callable[[Tensor], Tensor] = quick_gelu
+        return activation
     if config.transformer.gated_linear_unit:
         return torch.nn.functional.silu
     return _gelu_by_tanh if config.model.openai_gelu else torch.nn.functional.gelu

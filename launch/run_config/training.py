@@ -68,6 +68,7 @@ class ModelSection(Section):
         "numbers that --qk-layernorm normalises together: of each head, or of all heads", default="head"
     )
     openai_gelu: bool = option("compute GELU by its tanh approximation, as the published GPT-2 does")
+    quick_geglu: bool = option("use a gated MLP with x · sigmoid(1.702 x) as its activation; sets --swiglu")
     untie_embeddings_and_output_weights: bool = option(
         "give the output layer weights of its own instead of the embedding's"
     )

@@ -75,7 +75,7 @@ def _log_unread(files: WeightFiles, flag: str, config: RunConfig) -> None:
     for rule in family_of(config).untied_head:
         # A tied model reads no output layer; a stored one was compared with the embeddings.
         names.update(rule.hugging_face)
-    read = {files.find(name) for name in names}
+    read = {stored for name in names for stored in files.stored_names(name)}
     unread = [name for name in files.names if name not in read and not _COMPUTED.fullmatch(name)]
 
     num_layers = config.transformer.num_layers

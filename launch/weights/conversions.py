@@ -77,6 +77,11 @@ STACKED_GATE_AND_UP = Conversion(
     lambda shards, config: [torch.cat(list(GATE_AND_UP.join(shards, config)), dim=0)],
     lambda tensors, config, rank, size: GATE_AND_UP.cut(tensors[0].chunk(2, dim=0), config, rank, size),
 )
+# The rows of gate and up projection alternate.
+INTERLEAVED_GATE_AND_UP = Conversion(
+    lambda shards, config: [torch.stack(list(GATE_AND_UP.join(shards, config)), dim=1).flatten(0, 1)],
+    lambda tensors, config, rank, size: GATE_AND_UP.cut([tensors[0][::2], tensors[0][1::2]], config, rank, size),
+)
 
 
 def transposed(conversion: Conversion) -> Conversion:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
+from megatron_rc.launch.weights.stacked_tensors import stack_entries
 from megatron_rc.launch.weights.units import (
     ExpertGroups,
     Unit,
@@ -45,7 +46,11 @@ def export_weights(
     """
     units = units_of(config)
     parameters = own_weights(chunks, [unit for unit in units if unit.is_here(groups, experts)])
-    return _stream(parameters, units, config, groups, experts)
+    return stack_entries(_stream(parameters, units, config, groups, experts), _num_experts(config))
+
+
+def _num_experts(config: RunConfig) -> int:
+    return 0 if config.experts is None else config.experts.num_moe_experts
 
 
 def export_own(
@@ -55,13 +60,24 @@ def export_own(
     groups: ParallelGroups,
     experts: ExpertGroups,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(Hugging Face name, whole tensor)`` of units that lie on this rank.
+    """Return an iterator over ``(Hugging Face name, whole tensor)`` of units that lie on this rank.
 
     Layers come on the first rank of each stage, experts on the first rank of their tensor-parallel group; the other
-    ranks yield nothing. Every rank must exhaust the iterator. ``parameters`` are :func:`own_weights`.
+    ranks yield nothing. A stack of experts comes only if this rank holds all of them. Every rank must exhaust the
+    iterator. ``parameters`` are :func:`own_weights`.
 
     Collectives: a gather over ``tp``, or the experts' ``tp``, for each parameter.
     """
+    return stack_entries(_own_tensors(parameters, units, config, groups, experts), _num_experts(config))
+
+
+def _own_tensors(
+    parameters: Sequence[Mapping[str, Tensor]],
+    units: Sequence[Unit],
+    config: RunConfig,
+    groups: ParallelGroups,
+    experts: ExpertGroups,
+) -> Iterator[tuple[str, Tensor]]:
     for unit in units:
         if unit.expert_rank is None and group_rank(groups.cp) > 0:
             continue
@@ -77,7 +93,8 @@ def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> It
     """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed."""
     units = units_of(config)
     check_complete([parameters], units)
-    return _stream([parameters], units, config, ParallelGroups(), ExpertGroups())
+    tensors = _stream([parameters], units, config, ParallelGroups(), ExpertGroups())
+    return stack_entries(tensors, _num_experts(config))
 
 
 def _stream(
@@ -127,7 +144,7 @@ def _whole_tensors(
     if group_rank(tp_group) > 0:
         return
     for tensor in rule.conversion.join(shards, config):
-        whole = _own(tensor, shard) if here else torch.empty_like(tensor, device=shard.device)
+        whole = _own(tensor, shard) if here else torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
         del tensor
         if owner is not None and ep_group is not None and group_size(ep_group) > 1:
             dist.broadcast(whole, dist.get_global_rank(ep_group, owner), group=ep_group)

@@ -14,7 +14,7 @@ from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, Convers
 from megatron_rc.launch.weights.entries import File, Flags, Row, only
 
 # Quantized weights (FP8 with scales, GPTQ, …) would be misread.
-_OF_EVERY_FAMILY: tuple[Row, ...] = (only("quantization_config", None),)
+_NOT_QUANTIZED = only("quantization_config", None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,11 @@ class Family:
     untied_head: tuple[Rule, ...]  # rules of an output layer that does not share the embedding's weights
     dense_layer: tuple[Rule, ...] = ()  # further rules of a layer without experts
     expert_layer: tuple[Rule, ...] = ()  # further rules of a layer with experts, the experts excepted
-    expert_names: ExpertNames | None = None  # names of the experts in files; None: there are no experts
+    # Names of the experts in files, which have separate tensors; None: there are no experts, or they are stacked.
+    expert_names: ExpertNames | None = None
+    # Rules of an expert whose tensors are entries of stacked ones (``stacked_tensors``).
+    stacked_expert: tuple[Rule, ...] = ()
+    quantization: Row = _NOT_QUANTIZED  # row of the files' quantization
     in_bridge: bool = False  # whether ``--weights-bridge`` can convert this family
 
     @property
@@ -75,7 +79,7 @@ class Family:
         """
         names = self.expert_names
         if names is None:
-            return ()
+            return self.stacked_expert
         alone = gated_mlp("local_experts.{local}.", f"model.layers.{{layer}}.{names.block}.experts.{{expert}}.", names)
         grouped = ("linear_fc1.weight{local}", "linear_fc2.weight{local}")
         return tuple(
@@ -85,7 +89,7 @@ class Family:
     def read(self, file: File) -> Flags:
         """Flags of the model that a ``config.json`` describes; errors as in :meth:`Row.read`."""
         flags: Flags = {"hf-model-type": self.name}
-        for row in (*_OF_EVERY_FAMILY, *self.fields):
+        for row in (self.quantization, *self.fields):
             flags |= row.read(file)
         return flags
 

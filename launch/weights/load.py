@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights import mxfp4
 from megatron_rc.launch.weights.family import Rule
 from megatron_rc.launch.weights.safetensors_files import INDEX, SINGLE
+from megatron_rc.launch.weights.stacked_tensors import name_and_entry
 from megatron_rc.launch.weights.units import ExpertGroups, Unit, find_parameter, own_weights, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
@@ -42,10 +44,22 @@ class WeightFiles:
         return self.files.keys()
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor; ValueError if the directory has none of this name."""
+        """Read one tensor, or an entry of a stack; ValueError if the directory has none of this name."""
+        whole_name, entry = name_and_entry(name)
+        if entry is not None:
+            return self._read_entry(whole_name, entry)
         stored = self._stored_name(name)
         tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
+
+    def _read_entry(self, name: str, entry: int) -> Tensor:
+        """Read one entry of a stack, or its numbers in MXFP4, whose rows are the columns of the entry."""
+        quantized = self.stored_names(name)
+        if len(quantized) == 1:
+            tensor: Tensor = self._slice(name)[entry]
+            return tensor
+        blocks, scales = (self._slice(stored)[entry] for stored in quantized)
+        return mxfp4.dequantize(blocks, scales).t()
 
     def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Raise ValueError if the tensor is missing or has another shape."""
@@ -59,6 +73,14 @@ class WeightFiles:
             if stored in self.files:
                 return stored
         return None
+
+    def stored_names(self, name: str) -> list[str]:
+        """Names under which a tensor is stored: one, two if it is in MXFP4, or none."""
+        stored = self.find(name)
+        if stored is not None:
+            return [stored]
+        quantized = [self.find(name + end) for end in (mxfp4.BLOCKS, mxfp4.SCALES)]
+        return [part for part in quantized if part is not None]
 
     def largest_difference(self, name: str, other_name: str) -> str | None:
         """Say how two matrices differ; None if they are equal. Reads some rows of both at a time.

@@ -13,6 +13,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import family_of
 from megatron_rc.launch.weights.family import Family, Rule, experts_of
 from megatron_rc.launch.weights.named_weights import named_weights
+from megatron_rc.launch.weights.stacked_tensors import name_and_entry
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank
 
 _PART_OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -47,7 +48,7 @@ class Unit:
     local: int = 0  # number of the expert on its owner
 
     def names(self, rule: Rule) -> list[str]:
-        """Hugging Face names of a rule."""
+        """Hugging Face names of a rule, for experts in a stack with the number of the entry."""
         return [name.format(layer=self.layer, expert=self.expert) for name in rule.hugging_face]
 
     def parameters(self, rule: Rule) -> list[str]:
@@ -81,8 +82,8 @@ def units_of(config: RunConfig) -> list[Unit]:
 
 
 def names_of(units: Iterable[Unit]) -> set[str]:
-    """Hugging Face names of the weights of units."""
-    return {name for unit in units for rule in unit.rules for name in unit.names(rule)}
+    """Names in files of the weights of units; a stack has one name for all its entries."""
+    return {name_and_entry(name)[0] for unit in units for rule in unit.rules for name in unit.names(rule)}
 
 
 def _hybrid(unit: Unit) -> Unit:

@@ -55,6 +55,8 @@ def rotary_parameters(folder):
     config = transformers.AutoConfig.from_pretrained(folder)
     parameters = {"partial_rotary_factor": 1.0} | dict(getattr(config, "rope_parameters", None) or {})
     parameters.pop("type", None)
+    if parameters.get("rope_type") == "yarn":
+        return {"beta_fast": 32.0, "beta_slow": 1.0} | parameters  # transformers' defaults
     return parameters
 
 

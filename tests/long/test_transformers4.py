@@ -60,6 +60,12 @@ FLAGS = {
     "glm-4.5": f"""{LLAMA} --rotary-percent 0.25 --rotary-base 1000000 --add-qkv-bias --qk-layernorm {SIGMOID}
         --moe-router-topk 2""",
     "glm-4.7-flash": f"{LATENT} --hf-model-type glm4_moe_lite --rope-type rope --rotary-base 1000000",
+    "gpt-oss": f"""{SIZES} --normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 16
+        --softmax-type learnable --window-size 19,0 --window-attn-skip-freq 2 --quick-geglu --glu-linear-offset 1
+        --activation-func-clamp-value 7 --num-experts 8 --moe-router-topk 4 --position-embedding-type yarn
+        --rotary-base 150000 --yarn-rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096
+        --no-yarn-correction-range-round-to-int --max-position-embeddings 131072
+        --untie-embeddings-and-output-weights""",
     "gpt2": f"{SIZES} --openai-gelu",
 }
 # The readers' settings that differ between releases by their names alone.

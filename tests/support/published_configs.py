@@ -433,6 +433,39 @@ PUBLISHED = {
         "topk_group": 1,
         "transformers_version": "5.0.0rc0",
     },
+    "gpt-oss": SIZES
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "experts_per_token": 4,
+        "head_dim": 16,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        # Published with 128; here shorter than the sequences of the tests.
+        "sliding_window": 20,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.55.0.dev0",
+    },
     "gpt2": {
         "activation_function": "gelu_new",
         "architectures": ["GPT2LMHeadModel"],
@@ -460,6 +493,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _QWENS_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+_GPT_OSS_YARN = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _OLMOS = {"rope_type": "default", "rope_theta": 500000.0}
 _ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -517,5 +551,14 @@ WRITTEN = {
     "moonlight": _plain(50000.0) | _ROUTER | {"moe_layer_freq": 1},
     "glm-4.5": _plain(1000000.0, partial_rotary_factor=0.5) | _ROUTER,
     "glm-4.7-flash": _plain(1000000.0) | _ROUTER | {"moe_layer_freq": 1},
+    "gpt-oss": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0} | _GPT_OSS_YARN,
+        "rope_theta": 150000.0,
+        "rope_scaling": {"rope_type": "yarn", "type": "yarn"} | _GPT_OSS_YARN,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "num_local_experts": 8,
+        "quantization_config": ...,
+    },
     "gpt2": {"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ...},
 }

@@ -51,6 +51,10 @@ AIR = {"use_qk_norm": False, "routed_scaling_factor": 1.0}
 # GLM-4.7-Flash's file has both forms of the entry about the first layers.
 FLASH = DEEPSEEK | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "rope_parameters": GATED["rope_parameters"]}
 FLASH |= {"mlp_layer_types": ["dense", *["sparse"] * 3]}
+# gpt-oss's YaRN has no truncate, and its full and sliding layers alternate.
+GPT_OSS = GATED | {"intermediate_size": 20, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+GPT_OSS |= {"rope_parameters": {key: ATTENTION_YARN[key] for key in ATTENTION_YARN if key != "attention_factor"}}
+GPT_OSS |= {"sliding_window": 5}
 MODELS = {
     "llama": transformers.LlamaConfig(**GATED, tie_word_embeddings=True),
     "llama-untied": transformers.LlamaConfig(**GATED, tie_word_embeddings=False, rms_norm_eps=1e-4),
@@ -95,6 +99,7 @@ MODELS = {
     "olmo2": transformers.Olmo2Config(**GATED, pad_token_id=None, attention_bias=True),
     "olmo3": transformers.Olmo3Config(**GATED | {"rope_parameters": None}, pad_token_id=None),
     "glm4": transformers.Glm4Config(**GATED | {"rope_parameters": HALF}, head_dim=16, pad_token_id=None),
+    "gpt_oss": transformers.GptOssConfig(**GPT_OSS),
     "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
     "deepseek_v3": transformers.DeepseekV3Config(**DEEPSEEK),
     "moonlight": transformers.DeepseekV3Config(**DEEPSEEK | MOONLIGHT),

@@ -61,15 +61,15 @@ def _check_split(config: RunConfig, experts: ExpertSection) -> None:
             f"{config.typed('expert_model_parallel_size')} · {config.typed(width)} must divide the {ranks} tensor · "
             "data · context parallel ranks of each stage"
         )
-    missing = []
-    if not parallel.sequence_parallel:
-        missing.append("--sequence-parallel")
-    if config.transformer.add_bias_linear:
-        missing.append("--disable-bias-linear")
-    if tp > 1 and missing:
+    if tp > 1 and not parallel.sequence_parallel:
         raise ConfigurationError(
-            f"{config.typed('num_experts', 'tensor_model_parallel_size')} needs {missing[0]}: Megatron does not train "
-            "experts without it"
+            f"{config.typed('num_experts', 'tensor_model_parallel_size')} needs --sequence-parallel: Megatron does not "
+            "train experts without it"
+        )
+    if etp > 1 and config.transformer.add_bias_linear:
+        raise ConfigurationError(
+            f"{config.typed('num_experts', width)} needs experts without biases: Megatron would add the bias on each "
+            "rank of an expert; give --expert-tensor-parallel-size 1, or --disable-bias-linear"
         )
 
 

@@ -56,8 +56,7 @@ REFUSED = {
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 # Fields that change the function of the model, and that no Hugging Face architecture here has.
 FIELDS_OF_THE_MODEL = frozenset(
-    "attention_output_gate activation_func_clamp_value glu_linear_offset layernorm_zero_centered_gamma "
-    "moe_apply_probs_on_input moe_latent_size qk_l2_norm softmax_type".split()
+    "attention_output_gate layernorm_zero_centered_gamma moe_apply_probs_on_input moe_latent_size qk_l2_norm".split()
 )
 # Fields that fail without Transformer Engine's layers, and fields that fail on the CPU, when the model is built or run.
 _OF_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "use_te_activation_func")

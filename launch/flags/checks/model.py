@@ -37,9 +37,8 @@ def check_model(config: RunConfig) -> None:
         _check_own_norms(config, "layer_norms")
     if model.qk_norm_over != "head":
         _check_own_norms(config, "qk_norm_over")
-    pattern = layers.no_rope_freq
-    if pattern is not None:
-        _check_layers_without_rope(config, number_or_pattern(pattern))
+    _check_pattern(config, "no_rope_freq", divides=True)
+    _check_pattern(config, "window_attn_skip_freq", divides=False)
     if model.transformer_impl == "transformer_engine":
         require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
     if config.latent is not None:
@@ -62,17 +61,20 @@ def _check_own_norms(config: RunConfig, name: str) -> None:
             raise ConfigurationError(f"{config.typed(name)} does not go with {flag}: drop one of them")
 
 
-def _check_layers_without_rope(config: RunConfig, pattern: int | list[int]) -> None:
+def _check_pattern(config: RunConfig, name: str, *, divides: bool) -> None:
+    """Check a pattern of layers: a list has an entry for each layer; ``divides``: a number must divide theirs."""
+    value = getattr(config.transformer, name)
+    if value is None:
+        return
+    pattern = number_or_pattern(value)
     layers = config.transformer.num_layers
     if isinstance(pattern, int):
-        if layers % pattern:
+        if divides and layers % pattern:
             raise ConfigurationError(
-                f"{config.typed('no_rope_freq')} must divide {config.typed('num_layers')}: give a list of the layers"
+                f"{config.typed(name)} must divide {config.typed('num_layers')}: give a list of the layers"
             )
     elif len(pattern) != layers:
-        raise ConfigurationError(
-            f"{config.typed('no_rope_freq')} is of {len(pattern)} layers, but --num-layers is {layers}"
-        )
+        raise ConfigurationError(f"{config.typed(name)} is of {len(pattern)} layers, but --num-layers is {layers}")
 
 
 def _check_latent_attention(config: RunConfig) -> None:

@@ -39,11 +39,14 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
         )
     if config.experts:
         _check_experts(config)
+    if family is not None and family.stacked_expert:
+        _check_stacked_experts(config)
     if family is None:
         raise ConfigurationError(
             "no Hugging Face architecture here has this combination of --normalization, --swiglu, "
             "--position-embedding-type, --rotary-percent, --rotary-interleaved, --no-rope-freq, --layer-norms, "
             "--disable-bias-linear, --add-qkv-bias, --attention-output-bias, --qk-layernorm, --qk-norm-over, "
+            "--softmax-type, --window-size, --quick-geglu, --glu-linear-offset, --activation-func-clamp-value, "
             "--group-query-attention, --multi-latent-attention, --num-experts and the experts' router: use the flags "
             "of Llama (RMSNorm, --swiglu, rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of "
             "docs/models.md"
@@ -64,6 +67,17 @@ def _check_experts(config: RunConfig) -> None:
         raise ConfigurationError(
             "--moe-grouped-gemm needs --transformer-impl transformer_engine, whose experts have a parameter each: use "
             "it, or drop the grouped products"
+        )
+
+
+def _check_stacked_experts(config: RunConfig) -> None:
+    """Check that one rank sends whole stacks of experts."""
+    ranks = config.parallel.expert_model_parallel_size
+    if ranks > 1 and config.engine.rollout_weight_transfer != "files":
+        raise ConfigurationError(
+            f"{config.typed('rollout_weight_transfer', 'expert_model_parallel_size')}: engines read the experts of "
+            "this model as one tensor, but each rank sends its own; use --rollout-weight-transfer files, or "
+            "--expert-model-parallel-size 1"
         )
 
 

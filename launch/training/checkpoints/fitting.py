@@ -27,6 +27,7 @@ _SHAPE = {
 # Fields of these sections that the shapes of weights do not show, or not always.
 FUNCTION = frozenset(
     "num_attention_heads num_query_groups normalization layernorm_epsilon layer_norms qk_norm_over "
+    "window_size window_attn_skip_freq quick_geglu glu_linear_offset activation_func_clamp_value "
     "position_embedding_type rotary_base rotary_percent rotary_interleaved no_rope_freq rope_scaling "
     "rope_scaling_factor rotary_seq_len_interpolation_factor yarn_rotary_scaling_factor "
     "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale yarn_mscale_all_dim "

@@ -26,7 +26,7 @@ from megatron_rc.launch.run_config.megatron_configs import (
 )
 from megatron_rc.launch.training.models.chunk import ModelChunk
 from megatron_rc.launch.training.models.local_layers import LocalNorm, use_local_layers
-from megatron_rc.launch.training.models.output_layers import use_norms_after, use_output_bias
+from megatron_rc.launch.training.models.output_layers import use_expert_bias, use_norms_after, use_output_bias
 from megatron_rc.launch.training.models.packed_rope import use_gathered_angles
 from megatron_rc.launch.training.models.value_head import ValueHead
 from megatron_rc.launch.training.models.wide_norms import use_norms_over_all_heads
@@ -68,6 +68,8 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
     draws_apart = config.expert_tensor_parallel_size != config.parallel.tensor_model_parallel_size
+    for chunk in chunks if draws_apart else ():
+        _mark_experts(chunk)
     for chunk in chunks if draws_apart and transformer.perform_initialization else ():
         _share_over_tp(chunk)
     return chunks
@@ -112,6 +114,20 @@ def _share_over_tp(chunk: ModelChunk) -> None:
     for parameter in chunk.parameters():
         if not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "allreduce", True):
             parameter.copy_(broadcast(parameter, 0, parallel_state.get_tensor_model_parallel_group()))
+
+
+def _mark_experts(chunk: ModelChunk) -> None:
+    """Say which ranks sum the gradients of experts that are not split as the other layers are.
+
+    The ranks of a TP group have other tokens for one expert, or other experts. Their gradients are summed over the
+    expert data-parallel group alone. Megatron marks the experts so only if they are spread over ranks; biases of their
+    output it would also sum over the TP group, and leave out of the gradient norm of all TP ranks but the first.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
 
 
 def host_copy(config: RunConfig, chunks: Sequence[ModelChunk]) -> list[ModelChunk]:
@@ -228,6 +244,8 @@ def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int
     for spec in block.layer_specs:
         if config.model.attention_output_bias:
             use_output_bias(spec.submodules)
+        if config.transformer.add_bias_linear and not has_engine:
+            use_expert_bias(spec.submodules)
         if config.model.layer_norms != "before":
             use_norms_after(spec.submodules, also_before=config.model.layer_norms == "around")
         if config.model.qk_norm_over == "all_heads":

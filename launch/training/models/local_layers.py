@@ -19,6 +19,7 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_rc.launch.training.models import packed_rope
@@ -52,11 +53,11 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         layout: this rank's tokens.
-        masks: causal masks of this micro-batch under context parallelism, by local length; all layers share them.
+        masks: masks of this micro-batch, by local length and window; all layers share them.
     """
 
     layout: SequenceLayout | None = None
-    masks: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: SequenceLayout, device: torch.device, positions: Tensor | None = None) -> PackedTokens:
@@ -91,11 +92,12 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]
         lengths = [length // self.layout.cp_size for length in self.layout.full_lengths]
         return [Run(number=len(list(equal)), length=length) for length, equal in groupby(lengths)]
 
-    def mask(self, local_length: int, rank: int, size: int, device: torch.device) -> Tensor:
+    def mask(self, local_length: int, rank: int, size: int, window: int | None, device: torch.device) -> Tensor:
         """The causal mask of a sequence with so many tokens on a context-parallel rank: see ``_zigzag_mask``."""
-        if local_length not in self.masks:
-            self.masks[local_length] = _zigzag_mask(local_length, rank, size, device)
-        return self.masks[local_length]
+        key = (local_length, window)
+        if key not in self.masks:
+            self.masks[key] = _zigzag_mask(local_length, rank, size, window, device)
+        return self.masks[key]
 
 
 class LocalNorm:
@@ -175,15 +177,38 @@ class LocalAttention(torch.nn.Module):
     """Causal scaled-dot-product attention over padded or packed sequences, sharded in zigzag over the CP group.
 
     Each rank gathers the keys and values of whole sequences; the backward is a reduce-scatter. A query sees the keys up
-    to its own position in its own sequence.
+    to its own position in its own sequence, or the last ones of them in a layer with a window.
+
+    With ``--softmax-type learnable`` each head has a sink, a number that stands beside a query's scores in the softmax
+    and has no value: exp(score_j) / (exp(sink) + Σ_i exp(score_i)). The sinks are the parameter ``softmax_offset``,
+    [heads/tp], as in Megatron's own attention.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.cp_group = pg_collection.cp
+        self.tp_group = pg_collection.tp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            # Megatron counts the keys before the query's own.
+            self.window = config.window_size[0] + 1
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = _make_sinks(config, group_size(self.tp_group))
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a query sees other keys than those up to its own position."""
+        return self.window is not None or self.softmax_offset is not None
 
     def forward(
         self,
@@ -207,8 +232,8 @@ class LocalAttention(torch.nn.Module):
             value = gather(value, group=self.cp_group)
         if query.dim() == 4:
             mask = None
-            if size > 1:
-                mask = _zigzag_mask(query.shape[0], group_rank(self.cp_group), size, query.device)
+            if size > 1 or self.needs_mask:
+                mask = _zigzag_mask(query.shape[0], group_rank(self.cp_group), size, self.window, query.device)
             by_sequence = [values.transpose(0, 1) for values in (query, key, value)]
             return self._attend(*by_sequence, mask=mask).transpose(0, 1).flatten(2)
         if packed_seq_params is None:
@@ -223,7 +248,8 @@ class LocalAttention(torch.nn.Module):
         """
         size = group_size(self.cp_group)
         rank = group_rank(self.cp_group)
-        if size == 1:
+        # PyTorch's kernel for packed sequences has no sinks.
+        if size == 1 and self.softmax_offset is None:
             attend_all = varlen_attention(query, value)
             if attend_all is not None:
                 return self._attend_at_once(attend_all, query, key, value, packed).flatten(1)
@@ -236,7 +262,9 @@ class LocalAttention(torch.nn.Module):
 
         attended = []
         for run, run_query, run_key, run_value in zip(packed.runs, queries, keys, values, strict=True):
-            mask = None if size == 1 else packed.mask(run.length, rank, size, query.device)
+            mask = None
+            if size > 1 or self.needs_mask:
+                mask = packed.mask(run.length, rank, size, self.window, query.device)
             output = self._attend(run.rows(run_query), run.rows(run_key), run.rows(run_value), mask=mask)
             attended.append(output.flatten(0, 1))
         return torch.cat(attended).flatten(1)
@@ -246,6 +274,7 @@ class LocalAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention of packed tokens by PyTorch's kernel for sequences of any lengths: [t, heads/tp, d]."""
         longest = packed.max_seqlen_q
+        keys_before = -1 if self.window is None else self.window - 1  # -1: all of them
         return attend(
             query,
             key,
@@ -255,7 +284,7 @@ class LocalAttention(torch.nn.Module):
             longest,
             longest,
             scale=self.scale,
-            window_size=(-1, 0),  # causal
+            window_size=(keys_before, 0),  # causal
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
@@ -264,6 +293,9 @@ class LocalAttention(torch.nn.Module):
 
         ``mask``: [s/cp, s], True if the query sees the key; None: causal.
         """
+        width = value.shape[-1]
+        if self.softmax_offset is not None and mask is not None:
+            query, key, value, mask = _with_sinks(query, key, value, mask, self.softmax_offset / self.scale)
         output = torch.nn.functional.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -273,7 +305,60 @@ class LocalAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        return output.transpose(1, 2)
+        return output.transpose(1, 2)[..., :width]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sharded state: sinks are cut over the TP ranks, as Megatron's own attention stores them."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return sharded
+
+
+def _make_sinks(config: TransformerConfig, tp_size: int) -> torch.nn.Parameter:
+    """Sinks of this rank's heads, [heads/tp]."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    sinks = torch.nn.Parameter(
+        torch.empty(config.num_attention_heads // tp_size, dtype=config.params_dtype, device=device)
+    )
+    if config.perform_initialization:
+        config.init_method(sinks)
+    tensor_parallel.set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    return sinks
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and mask of an attention whose scores have one more column, the sinks.
+
+    Every vector gets one more entry. A query has its head's sink there, the keys of tokens 0. One more key has 1 there
+    and is 0 elsewhere, so that its score is the sink; its value is 0.
+
+    Args:
+        query: [b, s/cp, heads/tp, d].
+        key: [b, s, groups/tp, d].
+        value: [b, s, groups/tp, d].
+        mask: [s/cp, s], True if the query sees the key.
+        sinks: [heads/tp], divided by the scale of the scores.
+    """
+    of_queries = sinks.to(query.dtype).unsqueeze(-1).expand(*query.shape[:-1], 1)
+    pad = torch.nn.functional.pad
+    of_key = key.new_zeros(key.shape[0], 1, key.shape[2], key.shape[3] + 1)
+    of_key[..., -1] = 1
+    return (
+        torch.cat([query, of_queries], dim=-1),
+        torch.cat([pad(key, (0, 1)), of_key], dim=1),
+        pad(value, (0, 1, 0, 0, 0, 1)),
+        pad(mask, (0, 1), value=True),
+    )
 
 
 def varlen_attention(query: Tensor, value: Tensor) -> Callable[..., Tensor] | None:
@@ -302,7 +387,14 @@ def _varlen_function() -> Callable[..., Tensor] | None:
 
 
 @functools.lru_cache(maxsize=16)
-def _zigzag_mask(local_length: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """[s/cp, s], True if this rank's query sees the gathered key; keys are in rank order."""
+def _zigzag_mask(local_length: int, rank: int, size: int, window: int | None, device: torch.device) -> Tensor:
+    """[s/cp, s], True if this rank's query sees the gathered key; keys are in rank order.
+
+    A query sees the last ``window`` keys up to its own; None: all of them.
+    """
     positions = [shard_positions(local_length * size, each, size) for each in range(size)]
-    return (positions[rank].unsqueeze(1) >= torch.cat(positions).unsqueeze(0)).to(device)
+    keys_before = positions[rank].unsqueeze(1) - torch.cat(positions).unsqueeze(0)
+    mask = keys_before >= 0
+    if window is not None:
+        mask = mask & (keys_before < window)
+    return mask.to(device)

@@ -1,4 +1,4 @@
-"""Output projections of attention and MLP with a bias, or with a norm behind them, for Megatron's layer specs."""
+"""Output projections of attention, MLP and experts with a bias, or with a norm behind them, for Megatron's specs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,32 @@ def use_norms_after(layer: Any, *, also_before: bool) -> None:
     attention = layer.self_attention.submodules
     has_bias = getattr(attention.linear_proj, "always_has_bias", False)
     attention.linear_proj = _with_bias(LinearThenNorm) if has_bias else LinearThenNorm
-    # Megatron-Core 0.16 has a spec of the MLP, 0.19 a partial call of its class.
-    mlp = layer.mlp.keywords if isinstance(layer.mlp, functools.partial) else vars(layer.mlp)
-    mlp["submodules"].linear_fc2 = LinearThenNorm
+    _submodules_of(layer.mlp).linear_fc2 = LinearThenNorm
     if not also_before:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+
+
+def use_expert_bias(layer: Any) -> None:
+    """Let the experts of a layer be trained with biases, in a local layer's spec; a layer without experts stays."""
+    experts = getattr(_submodules_of(layer.mlp), "experts", None)
+    if experts is not None:
+        _submodules_of(experts).linear_fc2 = OutputOfExpert
+
+
+def _submodules_of(spec: Any) -> Any:
+    """Submodules of a module; Megatron-Core 0.16 has a spec of the module, 0.19 a partial call of its class."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+class OutputOfExpert(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's row-parallel linear layer of an expert that one rank has whole, without a reduction of its output.
+
+    Megatron's MLP adds the bias to the output in place, which autograd forbids behind the reduction.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.explicit_expert_comm = True
 
 
 class LinearThenNorm(RowParallelLinear):  # type: ignore[misc]

@@ -6,6 +6,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families.deepseek import DEEPSEEK_V3
 from megatron_rc.launch.weights.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megatron_rc.launch.weights.families.gpt2 import GPT2
+from megatron_rc.launch.weights.families.gpt_oss import GPT_OSS
 from megatron_rc.launch.weights.families.llama import LLAMA_FAMILIES
 from megatron_rc.launch.weights.families.olmo import OLMO2, OLMO3
 from megatron_rc.launch.weights.families.phi import PHI3
@@ -29,13 +30,13 @@ FAMILIES = {
         GLM4,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GPT_OSS,
         GPT2,
     )
 }
 # Reasons why the tables do not have some ``model_type``s, with the Megatron-Core that was tried.
 _LINEAR = "megatron-core 0.19.2 asserts Transformer Engine for its gated delta net, so no CPU can run the layers"
 NOT_IN_TABLES = {
-    "gpt_oss": "its files stack the experts of a layer in one tensor, and its layers need attention sinks",
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _LINEAR),
 }
 # Other values of ``model_type`` for the layers of a family, whose name an export has.

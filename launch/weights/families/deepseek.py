@@ -10,7 +10,16 @@ from typing import Any
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
 from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry, only, stated
-from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD, USUAL_NORMS
+from megatron_rc.launch.weights.families.llama import (
+    EMBEDDING,
+    GATED,
+    GATED_MLP,
+    HEAD,
+    PLAIN_ATTENTION,
+    SILU,
+    UNTIED_HEAD,
+    USUAL_NORMS,
+)
 from megatron_rc.launch.weights.families.sigmoid_experts import EXPERT_LAYER, dense_first, sigmoid_experts
 from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
 from megatron_rc.launch.weights.rotary import LATENT_ROTARY
@@ -103,6 +112,8 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
             always("disable-bias-linear", True),
             always("add-qkv-bias", False),
             *USUAL_NORMS,
+            *PLAIN_ATTENTION,
+            *SILU,
             always("qk-layernorm", True),
             always("sliding-window", None),
         ),

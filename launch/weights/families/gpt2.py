@@ -51,6 +51,8 @@ _FIELDS: tuple[Row, ...] = (
     always("add-qkv-bias", False),
     always("qk-layernorm", False),
     lacks("layer-norms"),
+    lacks("softmax-type"),
+    lacks("window-size"),
     always("sliding-window", None),
     always("num-experts", None),
     lacks("multi-latent-attention"),

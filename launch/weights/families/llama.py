@@ -29,7 +29,15 @@ def _full_attention(file: File) -> Flags:
     return {}
 
 
-_FULL_ATTENTION = Row(_full_attention)
+# Rows of an attention without sinks, in which every query sees all tokens before it.
+PLAIN_ATTENTION: tuple[Row, ...] = (lacks("softmax-type"), lacks("window-size"))
+_FULL_ATTENTION: tuple[Row, ...] = (Row(_full_attention), *PLAIN_ATTENTION)
+# Rows of a gated MLP with SiLU.
+SILU: tuple[Row, ...] = (
+    lacks("quick-geglu"),
+    lacks("glu-linear-offset"),
+    lacks("activation-func-clamp-value"),
+)
 # Rows of decoders with a gated MLP and any attention.
 GATED: tuple[Row, ...] = (
     only("hidden_act", "silu"),
@@ -149,7 +157,8 @@ def gated_family(
     layout: tuple[Row, ...] = (*USUAL_NORMS, *ALL_ROTATED, *HALVES_ROTATED),
     rules: tuple[Rule, ...] | None = None,
     mlp_rules: tuple[Rule, ...] | None = None,
-    kinds: Row = _FULL_ATTENTION,
+    kinds: tuple[Row, ...] = _FULL_ATTENTION,
+    activation: tuple[Row, ...] = SILU,
     default_groups: int | None = None,
     default_head_dim: int | None = None,
     **others: Any,
@@ -157,15 +166,25 @@ def gated_family(
     """Make a family with Llama's layers.
 
     ``fields`` are the rows of the MLP or the experts, and further rows; ``attention`` has the rows for biases, and for
-    the norms of queries and keys; ``layout`` those for the place of norms and for rotated layers; ``kinds`` is the row
-    for the layers' kinds of attention. ``rules`` and ``mlp_rules`` replace Llama's rules of a layer and of its MLP. If
-    a file has no number of key heads or no width of a head, the defaults hold; None: as many as attention heads, and
-    hidden size / attention heads. ``others`` are fields of :class:`Family`.
+    the norms of queries and keys; ``layout`` those for the place of norms and for rotated layers; ``kinds`` those for
+    the layers' kinds of attention; ``activation`` those for the activation of MLPs or experts. ``rules`` and
+    ``mlp_rules`` replace Llama's rules of a layer and of its MLP. If a file has no number of key heads or no width of a
+    head, the defaults hold; None: as many as attention heads, and hidden size / attention heads. ``others`` are fields
+    of :class:`Family`.
     """
     return Family(
         name=name,
         config_class=config_class,
-        fields=(*_LLAMAS, kinds, *_heads(default_groups, default_head_dim), rotary, *attention, *layout, *fields),
+        fields=(
+            *_LLAMAS,
+            *kinds,
+            *activation,
+            *_heads(default_groups, default_head_dim),
+            rotary,
+            *attention,
+            *layout,
+            *fields,
+        ),
         embedding=EMBEDDING,
         layer=(*NORM_RULES, *ATTENTION, *BIASES_OF_ATTENTION, *QK_NORM_RULES) if rules is None else rules,
         dense_layer=(*GATED_MLP, *BIASES_OF_MLP) if mlp_rules is None else mlp_rules,

@@ -14,6 +14,7 @@ from megatron_rc.launch.weights.families.llama import (
     ATTENTION,
     DENSE,
     HALVES_ROTATED,
+    PLAIN_ATTENTION,
     gated_family,
 )
 from megatron_rc.launch.weights.family import Family, Rule
@@ -94,6 +95,6 @@ OLMO3 = _olmo(
         entry("sliding_window", "sliding-window", default=4096),
         Row(write=lambda config: {"layer_types": _usual_kinds(config.transformer.num_layers)}),
     ),
-    kinds=Row(_read_kinds),
+    kinds=(Row(_read_kinds), *PLAIN_ATTENTION),
     rotary=Row(_read_rotary, _write_rotary, _PLAIN.fits),
 )

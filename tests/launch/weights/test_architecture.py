@@ -96,6 +96,12 @@ OTHERWISE = [
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "have mscale_all_dim without mscale"),
     ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "have an attention_factor, or no"),
     ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "factor is None"),
+    ("gpt_oss", {"layer_types": ["sliding_attention"] * 3 + ["chunked_attention"]}, "layer_types is .*'chunked_"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types is .* for 4 layers"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window is None, not a number of tokens"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias is False, not True"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit is 5\.0, not 7\.0"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*'gptq'.*, neither mxfp4"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 3 + ["dense"]}, "not 'dense' and then 'sparse' for 4 layers"),
 ]
 
@@ -276,6 +282,27 @@ def test_a_window_of_attention_is_carried_and_kept_to(folders, tmp_path):
         run_config([*words_of(folder, Layout()), "--seq-length=20"])
     folder = changed(folders["mistral"], tmp_path, {"sliding_window": ...})
     assert run_config(words_of(folder, Layout())).model.sliding_window == 4096
+
+
+# Kinds of gpt-oss's layers, and the flags that say so; published are alternating ones.
+WINDOWS = [
+    (["sliding_attention", "full_attention"] * 2, {"window-size": "4,0", "window-attn-skip-freq": "2"}),
+    (["full_attention"] * 3 + ["sliding_attention"], {"window-size": "4,0", "window-attn-skip-freq": "[0]*3+[1]*1"}),
+    (["sliding_attention"] * 4, {"window-size": "4,0"}),
+    (["full_attention"] * 4, {}),
+]
+
+
+@pytest.mark.parametrize(("kinds", "expected"), WINDOWS)
+def test_layers_with_a_window_are_read_and_written(folders, tmp_path, kinds, expected):
+    folder = changed(folders["gpt_oss"], tmp_path, {"layer_types": kinds})
+    words = {name: word for name, word in read_architecture(folder).items() if "window" in name}
+    assert words == expected
+    config = run_config(words_of(folder, Layout()))
+    written = find_family(config).hugging_face_config(config)
+    assert written.layer_types == kinds
+    if expected:
+        assert written.sliding_window == 5
 
 
 def test_a_model_of_two_families_is_what_is_asked_for(folders):

@@ -42,6 +42,11 @@ CASES += [
     ("glm4_moe", Layout(cp=2, ep=2)),
     ("glm4_moe-air", Layout(pp=2, dp=2, ep=2)),
     ("glm4_moe_lite", Layout(pp=2)),
+    ("gpt_oss", Layout()),
+    ("gpt_oss", Layout(cp=2)),
+    ("gpt_oss", Layout(pp=2, dp=2, ep=2)),
+    ("gpt_oss", Layout(tp=2, sp=True, pp=2, etp=1)),
+    ("gpt_oss", Layout(tp=2, sp=True, ep=2, etp=1)),
 ]
 # Experts whose matrices are split over other ranks than the others.
 CASES += [
@@ -68,6 +73,7 @@ HYBRIDS = [
     ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=2), (HYBRID,)),
     ("llama", Layout(pp=2, vpp=True, stages="Et|tt|t|L"), (HYBRID,)),
     ("deepseek_v3", Layout(tp=2, sp=True), (HYBRID,)),
+    ("gpt_oss", Layout(pp=2), (HYBRID,)),
 ]
 CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
 

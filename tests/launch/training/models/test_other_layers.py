@@ -16,8 +16,17 @@ from tests.support.recorded_training import make_trainer, share
 SGD = ["--optimizer=sgd", "--sgd-momentum=0", "--lr=0.01", "--clip-grad=0", "--micro-batch-size=8"]
 # These models are so far from the recorded policy that the usual bounds would reject all tokens.
 SGD += ["--rollout-rs-threshold=1e-9_1e9,1e9"]
-# YaRN and biases of the attention; norms around and interleaved halves of heads; norms behind and over all heads.
-NAMES = ("llama-yarn", "glm4", "olmo2")
+# YaRN and biases of the attention; norms around and interleaved halves of heads; norms behind and over all heads;
+# sinks, windows and biases of experts.
+NAMES = ("llama-yarn", "glm4", "olmo2", "gpt_oss")
+CASES = [(name, Layout(tp=2, sp=True, pp=2), ()) for name in ("llama-yarn", "glm4", "olmo2")]
+# Experts with biases are not split: the ranks of a TP group have other experts, or the same ones with other tokens.
+CASES += [
+    ("gpt_oss", Layout(tp=2, sp=True, pp=2, etp=1), ()),
+    ("gpt_oss", Layout(tp=2, sp=True, ep=2, etp=1), ()),
+    ("gpt_oss", Layout(cp=2, ep=2), ()),
+    ("gpt_oss", Layout(cp=2), ("--rl-use-sequence-packing",)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,12 @@ def test_gradients_are_those_of_transformers(ranks, folders, name):
     tokens = torch.randint(0, 30, (2, 16), generator=generator)
     upstream = torch.randn(2, 16, 30, generator=generator)
     (found,) = ranks.run(gradients, Layout(), words_of(folders[name], Layout()), tokens, upstream)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folders[name],
+        dtype=torch.float64,
+        # PyTorch has no grouped product of float64.
+        experts_implementation="eager" if name == "gpt_oss" else None,
+    )
     (model(tokens).logits * upstream).sum().backward()
     for parameter in model.parameters():
         parameter.data.copy_(parameter.grad)
@@ -70,12 +84,11 @@ def train(words):
     return dict(export_model(trainer.chunks, trainer.config, trainer.groups))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_layouts_take_the_steps_of_one_process(ranks, folders, name):
-    layout = Layout(tp=2, sp=True, pp=2)
+@pytest.mark.parametrize(("name", "layout", "more"), CASES, ids=str)
+def test_layouts_take_the_steps_of_one_process(ranks, folders, name, layout, more):
     before = load_file(folders[name] / "model.safetensors")
     (wanted,) = ranks.run(train, Layout(), [*words_of(folders[name], Layout()), *SGD])
-    (found,) = filter(None, ranks.run(train, layout, [*words_of(folders[name], layout), *SGD]))
+    (found,) = filter(None, ranks.run(train, layout, [*words_of(folders[name], layout, *more), *SGD]))
     assert found.keys() == wanted.keys()
     for tensor, value in found.items():
         scale = float((wanted[tensor] - before[tensor]).abs().max())

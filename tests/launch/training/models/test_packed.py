@@ -81,8 +81,8 @@ def test_angles_are_gathered_once_for_all_layers_and_anew_for_others():
 
 def attention(width=WIDTH, value_width=WIDTH, dtype=torch.float32):
     """Return the core attention of a process without context parallelism, and [queries, keys, values] for it."""
-    config = SimpleNamespace(kv_channels=width)
-    module = LocalAttention(config, pg_collection=SimpleNamespace(cp=None), softmax_scale=0.3)
+    config = SimpleNamespace(kv_channels=width, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla")
+    module = LocalAttention(config, 1, pg_collection=SimpleNamespace(cp=None, tp=None), softmax_scale=0.3)
     generator = torch.Generator().manual_seed(0)
     shapes = ((4, width), (2, width), (2, value_width))  # (heads, width) of queries, keys and values
     inputs = [torch.randn(sum(LENGTHS), *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
