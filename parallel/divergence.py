@@ -99,9 +99,9 @@ def vocab_parallel_divergence(
         all use it alike. NaN where logits of a counted token are NaN; with a support also where an id of the position
         is out of range, and everywhere if the offsets do not ascend from 0 to the number of ids.
 
-    Memory: forward, four chunks of float32 at most and some numbers for each token; backward, the same and the
-    gradient. Logits whose leading dimensions are a transposed view of contiguous ones are read as they are. With a
-    support the logits of a chunk's kept tokens are copied. On a GPU these are plain PyTorch operations.
+    Memory: forward, three chunks of float32 and some numbers for each token; backward, the same and the gradient.
+    Logits whose leading dimensions are a transposed view of contiguous ones are read as they are. With a support the
+    logits of a chunk's kept tokens are copied. On a GPU these are plain PyTorch operations.
 
     Collectives: one MAX of 2t and one SUM of 3t numbers over ``tp_group`` in the forward (``jsd``: one MAX of 2t, two
     SUMs of 2t), none in the backward, none for a group of size 1. With a support on a GPU the host waits for the

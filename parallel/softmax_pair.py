@@ -2,7 +2,7 @@
 
 A row holds the student's logits of one token over this rank's columns of the vocabulary; the row of the same index in a
 second tensor holds the teacher's. This module knows no other ranks: a row's statistics are of the local columns, and
-can be merged over ranks. All arithmetic is PyTorch's, on a GPU too. The scratch memory is four chunks at most.
+can be merged over ranks. All arithmetic is PyTorch's, on a GPU too. The scratch memory is three chunks.
 
 In formulas x and y are the student's and the teacher's logits, divided by their temperatures; p and q are the two
 probabilities, a = log p and b = log q.
@@ -24,7 +24,7 @@ from megatron_rc.parallel.support import Support
 # Number of logits of one policy in a chunk.
 CHUNK_ELEMENTS = 2**17  # on a CPU: the chunks of both policies and the scratch memory fit into its cache
 _GPU_ELEMENTS = 2**24  # on a GPU: enough work for all its processors
-LEAST_ROWS = 2  # fewest rows of a chunk: the threads of a CPU divide a reduction by rows
+_NUM_BUFFERS = 3  # scratch buffers, each of a chunk's shape
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,10 @@ class PairOptions:
             return 5
         return 6 if self.is_alone else 4
 
-    @property
-    def num_buffers(self) -> int:
-        """Number of scratch buffers, each of a chunk's shape."""
-        return 4 if self.kind == "jsd" else 3
-
     def rows_of_chunk(self, rows: Tensor, width: int) -> int:
         """Number of rows, of ``width`` columns each, that are worked on together."""
         elements = _GPU_ELEMENTS if rows.is_cuda else CHUNK_ELEMENTS
-        return self.chunk_size or max(LEAST_ROWS, elements // max(width, 1))
+        return self.chunk_size or max(1, elements // max(width, 1))
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ def _statistics(
     if not options.columns:
         return statistics
 
-    scratch = _Scratch(options.num_buffers, dtype)
+    scratch = _Scratch(dtype)
     for part in _parts(rows, counted, support, options):
         x = part.logits(rows)
         y = part.logits(teacher_rows)
@@ -189,14 +184,14 @@ def mixture_statistics(
     sums = torch.zeros(2, len(rows), dtype=log_normalizers.dtype, device=rows.device)
     if not options.columns:
         return sums
-    scratch = _Scratch(options.num_buffers, log_normalizers.dtype)
+    scratch = _Scratch(log_normalizers.dtype)
     for part in _parts(rows, counted, support, options):
         x = part.logits(rows)
         y = part.logits(teacher_rows)
         normalizers = log_normalizers[:, part.index].unsqueeze(2)
-        log_p, log_q, *scratch_of_sums = scratch.of(x)
+        log_p, log_q, log_mixture = scratch.of(x)
         _log_probs(x, y, normalizers, log_p, log_q, options)
-        sums[:, part.index] = _mixture_sums(log_p.exp_(), log_q.exp_(), scratch_of_sums, options)
+        sums[:, part.index] = _mixture_sums(log_p.exp_(), log_q.exp_(), log_mixture, options)
     return sums
 
 
@@ -223,7 +218,7 @@ def write_pair_gradient(
     """
     out[:, options.columns :] = 0
     if options.columns:
-        scratch = _Scratch(options.num_buffers, factors.log_normalizers.dtype)
+        scratch = _Scratch(factors.log_normalizers.dtype)
         gradient_of = _GRADIENTS[options.kind]
         for part in _parts(rows, factors.counted, support, options):
             x = part.logits(rows)
@@ -246,17 +241,16 @@ def pair_arithmetic(rows: Tensor, teacher_rows: Tensor) -> torch.dtype:
 class _Scratch:
     """Buffers for the intermediate values of a chunk; all chunks of a call use the same memory."""
 
-    def __init__(self, num_buffers: int, dtype: torch.dtype) -> None:
-        self._num_buffers = num_buffers
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._memory: Tensor | None = None
 
     def of(self, chunk: Tensor) -> tuple[Tensor, ...]:
         """The buffers in the chunk's shape."""
-        size = self._num_buffers * chunk.numel()
+        size = _NUM_BUFFERS * chunk.numel()
         if self._memory is None or len(self._memory) < size:
             self._memory = torch.empty(size, dtype=self._dtype, device=chunk.device)
-        return self._memory[:size].view(self._num_buffers, *chunk.shape).unbind()
+        return self._memory[:size].view(_NUM_BUFFERS, *chunk.shape).unbind()
 
 
 def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
@@ -274,7 +268,7 @@ def _chunk_statistics(
     x: Tensor, y: Tensor, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """The statistics of a chunk's rows, [num_statistics, rows], as :func:`pair_statistics` returns them."""
-    student, teacher, *other_buffers = buffers
+    student, teacher, third = buffers
     x = _as_arithmetic(x, student)
     y = _as_arithmetic(y, teacher)
     largest_x = x.amax(1)
@@ -293,14 +287,13 @@ def _chunk_statistics(
         # The sums are those of the whole rows, so that p and q are known while the cache has them.
         p.div_(sum_x.unsqueeze(1))
         q.div_(sum_y.unsqueeze(1))
-        return torch.cat([statistics, _mixture_sums(p, q, other_buffers, options)])
+        return torch.cat([statistics, _mixture_sums(p, q, third, options)])
 
-    exp = other_buffers[0]
     # ``first`` is the policy whose mean the divergence is.
     first, second = (student, teacher) if options.kind == "reverse_kl" else (teacher, student)
-    second_sum = torch.exp(second, out=exp).sum(1)
+    second_sum = torch.exp(second, out=third).sum(1)
     difference = torch.sub(first, second, out=second)
-    first_exp = torch.exp(first, out=exp)
+    first_exp = torch.exp(first, out=third)
     if careful:
         # A token without probability adds 0, although the difference may be infinite or NaN.
         difference.masked_fill_(first_exp == 0, 0)
@@ -321,23 +314,25 @@ def _log_probs(x: Tensor, y: Tensor, normalizers: Tensor, log_p: Tensor, log_q: 
     _scaled_difference(y, normalizers[1], options.teacher_temperature, log_q)
 
 
-def _mixture_sums(p: Tensor, q: Tensor, buffers: list[Tensor], options: PairOptions) -> Tensor:
-    """The sums of :func:`mixture_statistics` of a chunk's rows, [2, rows]; ``buffers`` are two for scratch."""
-    divisor, log_mixture = buffers
+def _mixture_sums(p: Tensor, q: Tensor, log_mixture: Tensor, options: PairOptions) -> Tensor:
+    """The sums of :func:`mixture_statistics` of a chunk's rows, [2, rows]; overwrites p, q and the scratch buffer."""
+    _make_positive(p)
+    _make_positive(q)
     # b - log m is -log(m/q), and a - log m is -log(m/p).
-    of_teacher = _log_mixture(p, q, 1 - options.beta, divisor, log_mixture).mul_(q).sum(1)
-    of_student = _log_mixture(q, p, options.beta, divisor, log_mixture).mul_(p).sum(1)
+    of_teacher = _log_mixture(p, q, 1 - options.beta, log_mixture).mul_(q).sum(1)
+    of_student = _log_mixture(q, p, options.beta, log_mixture).mul_(p).sum(1)
     return torch.stack([of_teacher, of_student]).neg_()
 
 
-def _log_mixture(first: Tensor, second: Tensor, share: float, divisor: Tensor, out: Tensor) -> Tensor:
-    """Write log((share · first + (1 - share) · second) / second) to ``out``, and return it; ``divisor`` is scratch.
+def _make_positive(probabilities: Tensor) -> None:
+    """Add the smallest normal number to the probabilities, so that they may be divisors; it changes 0 alone."""
+    probabilities.add_(torch.finfo(probabilities.dtype).tiny)
 
-    It is finite where a probability is 0, for a factor of 0: the divisor is then the smallest normal number.
-    """
-    torch.add(second, torch.finfo(second.dtype).tiny, out=divisor)
+
+def _log_mixture(first: Tensor, second: Tensor, share: float, out: Tensor) -> Tensor:
+    """Write log((share · first + (1 - share) · second) / second) to ``out``, and return it; ``second`` is positive."""
     share_of_second = torch.full((), 1 - share, dtype=second.dtype, device=second.device)
-    return torch.addcdiv(share_of_second, first, divisor, value=share, out=out).log_()
+    return torch.addcdiv(share_of_second, first, second, value=share, out=out).log_()
 
 
 class _ChunkFactors(NamedTuple):
@@ -374,12 +369,13 @@ def _jsd_gradient(
     x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
 ) -> Tensor:
     """Return grad · (1 - β) p (a - log m - mean), in one of the buffers."""
-    log_p, log_q, divisor, log_mixture = buffers
+    log_p, log_q, log_mixture = buffers
     _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     p = log_p.exp_()
     q = log_q.exp_()
+    _make_positive(p)
     # a - log m is -log(m/p).
-    factor = _log_mixture(q, p, options.beta, divisor, log_mixture).add_(factors.mean)
+    factor = _log_mixture(q, p, options.beta, log_mixture).add_(factors.mean)
     return p.mul_(factor.mul_(factors.grad * (options.beta - 1)))
 
 

@@ -34,8 +34,9 @@ class StageMemory:
     # Weights, gradients and optimizer of the critic; its activations are freed before the policy's are made. With
     # --critic-offload only the bytes beyond the policy's activations and logits.
     critic: int
-    # The teacher's output layer and last hidden states, and its other weights as far as they exceed the policy's
-    # activations and logits, which are not there during its pass; on a CPU all its weights.
+    # The teacher's output layer and last hidden states. Its other weights, and with prompts of its own the hidden
+    # states of the replica, are not there together with the policy's activations and logits: they count as far as they
+    # exceed these. On a CPU all its weights.
     teacher: int
     batch: int  # the rollout batch
     activations: int  # the most at once, of waiting micro-batches and the one at work
@@ -161,22 +162,29 @@ def _teacher_bytes(config: RunConfig, stage: int, tokens: int, dynamic: int) -> 
     parallel = config.parallel
     is_last = stage == parallel.pipeline_model_parallel_size - 1
     size = config.dtype.itemsize
+    rows = config.model.padded_vocab_size
     resident = 0
-    passing = 0
+    transient = 0
     for teacher in config.teachers:
         weights = sum(chunk.policy.total for chunk in _chunks_of_stage(teacher.config, stage)) * size
         width = teacher.config.transformer.hidden_size
         output_layer = 0
         if is_last:
-            output_layer = teacher.config.model.padded_vocab_size // parallel.tensor_model_parallel_size * width * size
+            output_layer = rows // parallel.tensor_model_parallel_size * width * size
             if config.loss.distils:
                 slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-                resident += tokens // (parallel.context_parallel_size * slices) * width * size
+                hidden = tokens // (parallel.context_parallel_size * slices) * width * size
+                resident += hidden
+                # Beside these there are once those of the pass, and those of the whole replica if they are aligned.
+                is_aligned = config.distillation is not None and config.distillation.teacher_prompt is not None
+                transient = max(transient, hidden + (tokens * width * size if is_aligned else 0))
         resident += output_layer
-        passing = max(passing, weights - output_layer)
+        # With other rows than the policy's the resident output layer is a copy.
+        others = weights - output_layer if teacher.config.model.padded_vocab_size == rows else weights
+        transient = max(transient, others)
         if config.launch.on_cpu:
-            resident += weights - output_layer
-    return resident + max(0, passing - dynamic)
+            resident += others
+    return resident + max(0, transient - dynamic)
 
 
 def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:

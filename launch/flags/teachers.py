@@ -43,7 +43,7 @@ def teacher_models(
         make_section: makes a section of values.
 
     Raises:
-        ConfigurationError: the model of a directory or a checkpoint is not known here, or has another vocabulary.
+        ConfigurationError: the model of a directory or a checkpoint is not known here, or has fewer tokens.
     """
     if config.distillation is None:
         return
@@ -99,16 +99,22 @@ def _teacher(
     flag: str, folder: str, config: RunConfig, sections: dict[str, Any], *, tokenizer: str | None
 ) -> TeacherModel:
     """Return a teacher with the run's settings and the shape of these sections."""
-    vocab_size = sections["model"].vocab_size
-    if vocab_size != config.model.vocab_size:
+    embedding_rows = sections["model"].vocab_size
+    vocab_size = config.model.vocab_size
+    if embedding_rows < vocab_size:
         raise ConfigurationError(
-            f"{flag} {folder}: the teacher has {vocab_size} tokens and the policy {config.model.vocab_size}, so that "
+            f"{flag} {folder}: the teacher has {embedding_rows} tokens and the policy {vocab_size}, so that "
             "their distributions cannot be compared: give a teacher with the policy's vocabulary"
         )
-    # The ranks of TP hold the same rows of both vocabularies.
+    # With as many rows as the policy, the ranks of TP hold the same rows of both vocabularies.
+    padded_vocab_size = config.model.padded_vocab_size
+    if embedding_rows > vocab_size:
+        multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+        padded_vocab_size = -(-embedding_rows // multiple) * multiple
     model = dataclasses.replace(
         sections["model"],
-        padded_vocab_size=config.model.padded_vocab_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
         transformer_impl=config.model.transformer_impl,
         kind=config.model.kind,
     )
@@ -130,5 +136,6 @@ def _teacher(
         flag=flag,
         folder=folder,
         config=of_teacher.changed(megatron={"given": fields}, checkpoints={"weights_bridge": NO_BRIDGE}),
+        embedding_rows=embedding_rows,
         tokenizer=tokenizer,
     )

@@ -214,7 +214,9 @@ class TeacherModel:
 
     flag: str  # flag that names the folder
     folder: str  # a Hugging Face directory, or a folder of checkpoints
-    config: RunConfig  # the run's settings with the shape of the teacher
+    config: RunConfig  # the run's settings with the shape of the teacher, and the policy's number of tokens
+    # Rows of the folder's embedding without Megatron's padding. Rows behind the policy's tokens hold no token.
+    embedding_rows: int
     # Folder of its tokenizer; None: one token a character. A checkpoint's tokenizer may not be there any more.
     tokenizer: str | None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.launch.rollouts.sampler import TeacherInput
@@ -28,6 +29,7 @@ from megatron_rc.launch.training.models.offload import Offload
 from megatron_rc.launch.training.models.passes import ModelPasses
 from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
 from megatron_rc.parallel import ParallelGroups, TeacherStates, TeacherTopK
+from megatron_rc.parallel.groups import Group, group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.records.support import offsets_of
 
@@ -35,15 +37,25 @@ from megatron_rc.records.support import offsets_of
 class Teacher:
     """One teacher on this rank.
 
+    Args:
+        model: its settings.
+        groups: this rank's groups.
+        padded_vocab_size: rows of the policy's output layer on all ranks of TP.
+
     Attributes:
-        output_weight: [v/tp, h] of the teacher's output layer, on the device all the time; None before the last stage.
+        output_weight: [v/tp, h] of the teacher's output layer, the rows that this rank holds of the policy's, on the
+            device all the time; None before the last stage.
+
+    Collectives: those of loading; one gather over ``tp`` if the teacher has more rows than the policy.
     """
 
-    def __init__(self, model: TeacherModel, groups: ParallelGroups) -> None:
+    def __init__(self, model: TeacherModel, groups: ParallelGroups, *, padded_vocab_size: int) -> None:
         self.model = model
         self.chunks = _frozen_chunks(model, groups)
         self.passes = ModelPasses(model.config, groups)
         self.output_weight = _output_weight(self.chunks[-1])
+        if self.output_weight is not None and model.config.model.padded_vocab_size != padded_vocab_size:
+            self.output_weight = _rows_of_policy(self.output_weight, padded_vocab_size, groups.tp)
         self._offload = Offload(self._offloaded)
         self._offload.away()
 
@@ -60,7 +72,7 @@ class Teacher:
         return torch.stack(hidden) if hidden else None
 
     def _offloaded(self) -> Iterator[Tensor]:
-        """The weights that wait in host memory: all but the output layer's."""
+        """The weights that wait in host memory: all but the output layer, unless ``output_weight`` is a copy of it."""
         resident = None if self.output_weight is None else self.output_weight.data_ptr()
         for chunk in self.chunks:
             for weight in named_weights(chunk).values():
@@ -88,10 +100,11 @@ def _frozen_chunks(model: TeacherModel, groups: ParallelGroups) -> list[ModelChu
 
 def _load(model: TeacherModel, groups: ParallelGroups, chunks: Sequence[ModelChunk]) -> None:
     """Read the teacher's weights; ValueError names the flag and the folder."""
+    stored = model.config.changed(model={"vocab_size": model.embedding_rows})
     if model.flag == "--teacher-load":
-        read_weights(model.folder, model.config, model.flag, chunks)
+        read_weights(model.folder, stored, model.flag, chunks)
     else:
-        start_from(model.folder, model.flag, model.config, groups, chunks)
+        start_from(model.folder, model.flag, stored, groups, chunks)
 
 
 def _output_weight(chunk: Any) -> Tensor | None:
@@ -105,6 +118,27 @@ def _output_weight(chunk: Any) -> Tensor | None:
     return own_weight.detach()
 
 
+def _rows_of_policy(weight: Tensor, padded_vocab_size: int, tp_group: Group | None) -> Tensor:
+    """Return the rows of an output layer that this rank holds of the policy's, [v/tp, h]; 0 where there are none.
+
+    Args:
+        weight: [rows of the teacher/tp, h], this rank's.
+        padded_vocab_size: rows of the policy's output layer on all ranks of TP.
+        tp_group: the ranks with the other rows.
+
+    Collectives: one gather over ``tp_group``.
+    """
+    size = group_size(tp_group)
+    all_rows = weight.new_zeros(max(size * len(weight), padded_vocab_size), weight.shape[1])
+    of_teacher = all_rows[: size * len(weight)]
+    if size > 1:
+        dist.all_gather_into_tensor(of_teacher, weight.contiguous(), group=tp_group)
+    else:
+        of_teacher.copy_(weight)
+    # A copy, so that the other ranks' rows are freed.
+    return all_rows[:padded_vocab_size].chunk(size)[group_rank(tp_group)].clone()
+
+
 class Teachers:
     """The teachers of a run, and what the loss and the advantages need of them."""
 
@@ -112,7 +146,8 @@ class Teachers:
         self.config = config
         self.settings = settings
         self.groups = groups
-        self.teachers = [Teacher(model, groups) for model in config.teachers]
+        rows = config.model.padded_vocab_size
+        self.teachers = [Teacher(model, groups, padded_vocab_size=rows) for model in config.teachers]
 
     def scored(self, rollouts: RolloutBatch, batch: LocalBatch, teacher_input: TeacherInput | None) -> LocalBatch:
         """The batch with all that the loss and the advantages need of the teachers, on the last stage.

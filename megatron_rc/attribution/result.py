@@ -97,7 +97,11 @@ class Attribution:
         return [(name, self.share(excess)) for name, excess in differing[:count]]
 
     def metrics(self) -> dict[str, float]:
-        """Return shares of ``measured``: explained, rest, ``layer_<i>`` and kinds; completeness if it is known."""
+        """Return shares of ``measured``: explained, rest, ``layer_<i>`` and kinds; completeness if it is known.
+
+        With an excess also ``excess``, the sum of its sizes, which is 0 if all weights are as intended, and
+        ``excess_layer_<i>`` and ``excess_<kind>`` of the layers, and kinds outside of the layers, that have one.
+        """
         metrics = {f"{PREFIX}explained": self.explained, f"{PREFIX}rest": self.rest}
         if self.completeness is not None:
             metrics[f"{PREFIX}completeness"] = self.completeness
@@ -105,13 +109,32 @@ class Attribution:
             metrics[f"{PREFIX}layer_{layer}"] = self.share(part)
         for kind, part in self.by_kind().items():
             metrics[f"{PREFIX}{kind}"] = self.share(part)
+        if self.excess is not None:
+            excess = self._excess_by_place(self.excess)
+            metrics[f"{PREFIX}excess"] = sum(abs(share) for share in excess.values())
+            metrics |= {f"{PREFIX}excess_{place}": share for place, share in excess.items()}
         return metrics
+
+    def _excess_by_place(self, excess: Mapping[str, float]) -> dict[str, float]:
+        """Return the share of each layer, ``layer_<i>``, and kind outside of the layers, that has an excess."""
+
+        def place_name(name: str) -> str:
+            layer, kind, _ = place_of(name)
+            return kind if layer is None else f"layer_{layer}"
+
+        differing = {name: value for name, value in excess.items() if value}
+        return {place: self.share(value) for place, value in _summed(differing, place_name).items()}
 
     def _summed(self, key_of: Callable[[str], K | None]) -> dict[K, float]:
         """Sum the parts by a key of their names; names without a key are left out."""
-        sums: dict[K, float] = {}
-        for name, part in self.parts.items():
-            key = key_of(name)
-            if key is not None:
-                sums[key] = sums.get(key, 0.0) + part
-        return sums
+        return _summed(self.parts, key_of)
+
+
+def _summed(values: Mapping[str, float], key_of: Callable[[str], K | None]) -> dict[K, float]:
+    """Sum the values by a key of their names; names without a key are left out."""
+    sums: dict[K, float] = {}
+    for name, value in values.items():
+        key = key_of(name)
+        if key is not None:
+            sums[key] = sums.get(key, 0.0) + value
+    return sums

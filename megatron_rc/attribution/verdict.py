@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 PREFIX = "attribution/"
 _LAYER = re.compile(rf"{PREFIX}layer_(\d+)")
+_EXCESS = f"{PREFIX}excess_"
 # Kinds of parameters that lie outside of the layers.
 _OUTSIDE = ("embedding", "head")
 _HALF = 0.5
@@ -16,10 +17,22 @@ _MOST_NAMES = 6
 
 
 def where_in_words(metrics: Mapping[str, float]) -> str | None:
-    """Return a sentence about metrics with names as ``attribution/layer_0``; None if there was no attribution."""
+    """Return a sentence about metrics with names as ``attribution/layer_0``; None if there was no attribution.
+
+    If weights are not as intended, it begins with their places: such a fault may be hidden among the other parts.
+    """
     explained = metrics.get(f"{PREFIX}explained")
     if explained is None:
         return None
+    sentence = _of_parts(metrics, explained)
+    places = unintended(metrics)
+    if not places:
+        return sentence
+    return f"the engine's weights are not those that it should have in {_listed(places)}; {sentence}"
+
+
+def _of_parts(metrics: Mapping[str, float], explained: float) -> str:
+    """Return the sentence about the parts; ``explained`` is their share of the mismatch."""
     if explained == 0 and metrics.get(f"{PREFIX}rest") == 0:
         return "there is no mismatch to explain: the log-probs of engine and trainer are equal, or no token counts"
     completeness = metrics.get(f"{PREFIX}completeness") or 1.0
@@ -37,16 +50,34 @@ def where_in_words(metrics: Mapping[str, float]) -> str | None:
         )
 
     names = carriers(metrics)
+    shown = _listed(names)
+    if len(names) > _MOST_NAMES:
+        shown += ", so that it is spread"
+    return f"half of the mismatch is in the weights of {shown}; all weights explain {explained:.0%} of it"
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first names, and how many follow."""
     shown = ", ".join(names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
-    if more > 0:
-        shown += f" and {more} more, so that it is spread"
-    return f"half of the mismatch is in the weights of {shown}; all weights explain {explained:.0%} of it"
+    return shown if more <= 0 else f"{shown} and {more} more"
 
 
 def attribution_of(row: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of an attribution in a step's metrics; empty if the step has none."""
     return {name: value for name, value in row.items() if name.startswith(PREFIX)}
+
+
+def unintended(metrics: Mapping[str, float]) -> list[str]:
+    """Return the layers, and kinds outside of the layers, with an excess, the largest of either sign first."""
+    shares = {}
+    for name, share in metrics.items():
+        if name.startswith(_EXCESS):
+            place = name.removeprefix(_EXCESS)
+            in_words = place.replace("layer_", "layer ") if place.startswith("layer_") else f"the {place}"
+            shares[in_words] = share
+    ordered = sorted(shares, key=lambda place: abs(shares[place]), reverse=True)
+    return [f"{place} ({shares[place]:.1%} of the mismatch)" for place in ordered]
 
 
 def carriers(metrics: Mapping[str, float]) -> list[str]:

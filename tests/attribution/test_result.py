@@ -109,6 +109,25 @@ def test_the_largest_excess_has_either_sign_and_leaves_out_weights_as_intended()
     assert RESULT.largest_excess() == []
 
 
+def test_the_metrics_have_the_excess_of_layers_and_of_kinds_outside_of_them():
+    excess = {
+        "model.embed_tokens.weight": -0.5,
+        "model.layers.0.self_attn.q_proj.weight": 0.25,
+        "model.layers.0.mlp.up_proj.weight": 0.75,
+        "model.layers.1.mlp.up_proj.weight": 0.0,
+    }
+    metrics = Attribution(parts=dict.fromkeys(excess, 1.0), measured=4.0, excess=excess).metrics()
+    of_excess = {name: share for name, share in metrics.items() if "excess" in name}
+    assert of_excess == {
+        "attribution/excess": 0.375,
+        "attribution/excess_embedding": -0.125,
+        "attribution/excess_layer_0": 0.25,
+    }
+    as_intended = Attribution(parts=dict.fromkeys(excess, 1.0), measured=4.0, excess=dict.fromkeys(excess, 0.0))
+    assert as_intended.metrics()["attribution/excess"] == 0
+    assert "attribution/excess" not in RESULT.metrics()
+
+
 def test_nothing_measured_is_no_division_by_zero():
     nothing = Attribution(parts={"lm_head.weight": 0.0}, measured=0.0)
     assert nothing.metrics() == {"attribution/explained": 0.0, "attribution/rest": 0.0, "attribution/head": 0.0}

@@ -46,6 +46,19 @@ def test_parts_that_do_not_add_up_ask_for_more_nodes():
     assert "--attribution-nodes" in words
 
 
+def test_weights_that_are_not_as_intended_come_first():
+    """However small their share beside the rounding of all weights."""
+    parts = {f"model.layers.{layer}.mlp.up_proj.weight": 0.25 for layer in range(4)}
+    excess = dict.fromkeys(parts, 0.0) | {"model.layers.2.mlp.up_proj.weight": -0.003, "lm_head.weight": 0.001}
+    words = where_in_words(Attribution(parts, measured=1.0, excess=excess).metrics())
+    assert words.startswith(
+        "the engine's weights are not those that it should have in layer 2 (-0.3% of the mismatch), the head (0.1% of "
+        "the mismatch); half of the mismatch is in"
+    )
+    as_intended = Attribution(parts, measured=1.0, excess=dict.fromkeys(parts, 0.0)).metrics()
+    assert where_in_words(as_intended).startswith("half of the mismatch is in")
+
+
 def test_the_parts_of_a_cancelled_sum_may_miss_its_completeness():
     """The kernels' noise makes Σ D Δ small beside Σ D²: its quotient then means little."""
     assert "do not explain" in where_in_words(metrics_of({0: 0.01}, explained=0.01, of_weights=0.03))

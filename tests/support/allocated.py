@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
@@ -68,7 +69,11 @@ def peak_bytes(arguments: list[str]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, GlooAside():
         config = run_config(arguments, torch.distributed.get_world_size(), engine=False)
         trainer = Trainer(config, ParallelGroups.from_megatron())
-        prepared = trainer.prepare(random_rollouts(config))
+        rollouts = random_rollouts(config)
+        teacher_input = None
+        if config.distillation is not None and config.distillation.teacher_prompt:
+            teacher_input = TeacherRows(rollouts.tokens, torch.zeros(len(rollouts.tokens), dtype=torch.int64))
+        prepared = trainer.prepare(rollouts, None, teacher_input)
         trainer.update(prepared, 0)
     return most_at_once(profiler)
 

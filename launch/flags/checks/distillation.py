@@ -50,7 +50,7 @@ def check_teachers(config: RunConfig, task: Task) -> None:
         _check_scores(config, settings, user)
     for teacher in config.teachers:
         _check_model(config, teacher)
-        _check_tokenizer(task, teacher)
+        _check_tokenizer(config, task, teacher)
 
 
 def _user_of_teachers(config: RunConfig) -> str | None:
@@ -161,15 +161,26 @@ def _check_model(config: RunConfig, teacher: TeacherModel) -> None:
         raise ConfigurationError(f"{where}: {error}") from error
 
 
-def _check_tokenizer(task: Task, teacher: TeacherModel) -> None:
+def _check_tokenizer(config: RunConfig, task: Task, teacher: TeacherModel) -> None:
     """Check that each token of the run's tokenizer has the same id in the teacher's.
 
     A teacher may know further tokens. A tokenizer that is not there is one line in the log.
+
+    The teacher's embedding may have more rows than the policy's: models of a series are padded differently. Then its
+    tokenizer must be there, and have no token in the further rows, which the divergence leaves out.
     """
     where = f"{teacher.flag} {teacher.folder}"
+    vocab_size = config.model.vocab_size
+    has_further_rows = teacher.embedding_rows > vocab_size
+    sizes = f"the teacher has {teacher.embedding_rows} embedding rows and the policy {vocab_size}"
     folder = teacher.tokenizer
     names = ("tokenizer.json", "tokenizer_config.json")
     if folder is None or not any((Path(folder) / name).is_file() for name in names):
+        if has_further_rows:
+            raise ConfigurationError(
+                f"{where}: {sizes}, and without a tokenizer it is unknown whether the further rows are tokens: put "
+                "the teacher's tokenizer into its directory, or give a teacher with the policy's vocabulary"
+            )
         _log.warning("%s: the teacher's tokenizer is not there, so that it is not known to be the policy's", where)
         return
     ids_of_teacher = HuggingFaceText(folder, chat=False).tokenizer.get_vocab()
@@ -179,3 +190,9 @@ def _check_tokenizer(task: Task, teacher: TeacherModel) -> None:
                 f"{where} has another tokenizer than the policy: the token {token!r} has the id {number} in the "
                 f"policy's and {ids_of_teacher.get(token)} in the teacher's; give a teacher with the policy's tokenizer"
             )
+    last_token = max(ids_of_teacher, key=lambda token: ids_of_teacher[token])
+    if has_further_rows and ids_of_teacher[last_token] >= vocab_size:
+        raise ConfigurationError(
+            f"{where}: {sizes}, and its token {last_token!r} has the id {ids_of_teacher[last_token]}, so that their "
+            "distributions cannot be compared: give a teacher with the policy's vocabulary"
+        )

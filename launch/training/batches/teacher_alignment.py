@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.launch.training.batches.micro_batches import LocalBatch
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.parallel.collectives import all_reduce_sum
-from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.parallel.groups import Group, group_rank, group_size
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TeacherAlignment:
         """
         whole = self._whole(values, self._places_of_hidden(self.teacher))
         if self.sequence_parallel:
-            whole = all_reduce_sum(whole, self.groups.tp)
+            _sum_in_place(whole, self.groups.tp)
         return _taken(whole, self._places_in_teacher(self._places_of_hidden(self.policy)))
 
     def _whole(self, values: Tensor, places: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ class TeacherAlignment:
         whole = values.new_zeros(len(self.shifts) * self.length, *further_dimensions)
         is_token = places >= 0
         whole[places[is_token]] = values[is_token]
-        return all_reduce_sum(whole, self.groups.cp)
+        _sum_in_place(whole, self.groups.cp)
+        return whole
 
     def _places_in_teacher(self, places: Tensor) -> Tensor:
         """Where tokens at these places of the policy's batch are in the teacher's; -1 if they are not in it."""
@@ -74,9 +75,14 @@ class TeacherAlignment:
         return torch.stack(places)
 
 
+def _sum_in_place(values: Tensor, group: Group | None) -> None:
+    """Add up values over a group in their own memory, because a copy would be as large as the replica's batch."""
+    if group_size(group) > 1:
+        dist.all_reduce(values, group=group)
+
+
 def _taken(whole: Tensor, places: Tensor) -> Tensor:
     """The values at some places, and 0 at -1."""
     values = whole[places.clamp(min=0)]
-    further_dimensions = [1] * (values.dim() - places.dim())
-    is_there = (places >= 0).view(*places.shape, *further_dimensions)
-    return torch.where(is_there, values, torch.zeros_like(values))
+    values[places < 0] = 0
+    return values

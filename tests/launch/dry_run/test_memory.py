@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import transformers
 
 from megatron_rc.launch.dry_run.memory import stage_memories
 from megatron_rc.launch.flags.configure import configure
@@ -65,6 +66,20 @@ def test_the_peak_is_that_of_a_real_rank(name, ranks):
     for memory in predicted(name):
         for rank in range(memory.stage * of_stage, (memory.stage + 1) * of_stage):
             assert memory.peak == pytest.approx(measured[rank], rel=0.1), f"rank {rank}: {memory}"
+
+
+def test_the_alignment_of_a_teachers_hidden_states_counts(ranks, tmp_path):
+    """Many tokens and a wide teacher: its hidden states are more than the activations of a micro-batch."""
+    teacher = transformers.LlamaConfig(
+        vocab_size=2000, hidden_size=512, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(teacher).save_pretrained(tmp_path)
+    words = [*LLAMA, *COMMON, "--grpo-prompts-per-step=64", "--num-layers=1", "--fused-linear-log-probs"]
+    words += ["--policy-loss=distill", f"--teacher-load-hf={tmp_path}"]
+    words += ["--teacher-prompt=python:tests.support.teacher_servers:with_hint"]
+    (memory,) = stage_memories(run_config(words, 1, engine=False))
+    (peak,) = ranks.run(peak_bytes, Layout(), words)
+    assert memory.peak == pytest.approx(peak, rel=0.1), memory
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -144,6 +144,21 @@ def test_another_tokenizer_is_refused(configs, tmp_path):
     assert settings(words).teachers
 
 
+def test_further_embedding_rows_need_a_tokenizer_without_tokens_there(configs, tmp_path):
+    """Models of a series pad their embeddings differently."""
+    written = json.loads((configs[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"vocab_size": 38}))
+    words = [*words_of(configs[0], Layout()), f"--teacher-load-hf={tmp_path}", DISTILL]
+    with refused(f"--teacher-load-hf {tmp_path} | has 38 embedding rows and the policy 30 | without a tokenizer"):
+        settings(words)
+    CharacterText("0123456789abcdefghijklmnopqrstuvwxyz").save(tmp_path)
+    with refused(f"--teacher-load-hf {tmp_path} | has 38 embedding rows and the policy 30 | its token 'z' has the id"):
+        settings(words)
+    CharacterText("0123456789").save(tmp_path)
+    (teacher,) = settings(words).teachers
+    assert (teacher.embedding_rows, teacher.config.model.vocab_size) == (38, 30)
+
+
 @pytest.fixture
 def recorded(tmp_path):
     """Flags of a run on recorded rollouts with recorded log-probs, and a function that writes these anew."""

@@ -10,6 +10,7 @@ import transformers
 
 from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows
 from megatron_rc.launch.rollouts.teacher_scores import TeacherScores, rows_of
+from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.distillation_oracle import divergences, sampled_log_probs, top_k_divergence
 from tests.support.published_models import GATED, MODELS, words_of
 from tests.support.ranks import Layout
@@ -292,6 +293,36 @@ def test_a_teacher_may_have_experts(ranks, folders, tmp_path):
 
     layout = Layout(tp=2, sp=True)
     run_flags = flags_of([folders[0], folder], layout, "--policy-loss=distill")
+    found = ranks.run(one_step, layout, run_flags)
+    assert_step(found, reference(folders, batch, loss_of_tokens))
+
+
+@pytest.mark.parametrize("of_checkpoint", [False, True], ids=["divergence", "advantages-of-checkpoint"])
+def test_a_teacher_may_have_further_embedding_rows(ranks, folders, tmp_path, of_checkpoint):
+    """Both distributions are over the policy's rows; TP cuts the teacher's embedding at other rows."""
+    config = transformers.LlamaConfig(**TEACHER.to_dict() | {"vocab_size": STUDENT.vocab_size + 5})
+    folder = random_model(config, tmp_path / "teacher", seed=7)
+    CharacterText("0123456789").save(folder)
+    batch = recorded_batch(0)
+    teacher_logits = read_model(folder)(input_ids=batch.tokens).logits[:, :-1, : STUDENT.vocab_size].detach()
+
+    def loss_of_tokens(logits):
+        weights = token_weights(logits, batch)
+        if not of_checkpoint:
+            return weights * divergences(logits, teacher_logits, "forward_kl", 0.5)
+        log_probs = sampled_log_probs(logits, batch.tokens)
+        return -weights * (sampled_log_probs(teacher_logits, batch.tokens) - log_probs.detach()) * log_probs
+
+    layout = Layout(tp=2, sp=True)
+    more = ["--policy-loss=distill", "--distillation-kind=forward_kl"]
+    if of_checkpoint:
+        more = ["--policy-loss=reinforce", "--advantage-estimator=distillation"]
+    run_flags = flags_of([folders[0], folder], layout, *more, "--make-vocab-size-divisible-by=1")
+    if of_checkpoint:
+        saved = [word for word in words_of(folder, Layout()) if not word.startswith("--tokenizer-type")]
+        ranks.run(save_initial, Layout(), [*saved, "--tokenizer-type=HuggingFaceTokenizer", f"--save={tmp_path}/saved"])
+        run_flags = [word for word in run_flags if not word.startswith("--teacher-load-hf")]
+        run_flags.append(f"--teacher-load={tmp_path}/saved")
     found = ranks.run(one_step, layout, run_flags)
     assert_step(found, reference(folders, batch, loss_of_tokens))
 
