@@ -259,6 +259,7 @@ def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunCon
         ("--train-iters of a whole rollout batch", steps >= config.updates_per_rollout, "save_log_probs"),
         ("a GPU", not config.launch.on_cpu, "record_memory_history rollout_colocate"),
         ("as many --train-iters", steps >= doctor_interval, "doctor_interval"),
+        ("more --train-iters", steps > config.logging.profiled_steps[0], "profile"),
         ("as many --train-iters", steps >= save_hf_interval, "save_hf_interval"),
     ]
     unused = list(config.unused)
