@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,6 +221,30 @@ def _is_engine_of(engines: list[str]) -> Callable[[Any], bool]:
 RULES = tuple(_all_rules())
 
 
+def make_sections(values: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
+    """Make sections of the values of all flags; None for a section that this run does not have.
+
+    Args:
+        values: values of all flags, as ``Values``.
+        names: names of the sections; None: of all.
+    """
+    sections: dict[str, Any] = {}
+    for name, section, is_optional in sections_of(RunConfig):
+        if names is not None and name not in names:
+            continue
+        if is_optional and not OPTIONAL_SECTIONS[name].is_met(values):
+            sections[name] = None
+            continue
+        options = {option.field: option for option in options_of(section)}
+        fields = {}
+        for field in dataclasses.fields(section):
+            option = options.get(field.name)
+            value = values[option.flag if option else field.name]
+            fields[field.name] = not value if option and option.inverted else value
+        sections[name] = section(**fields)
+    return sections
+
+
 def without_unused(values: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Return the values with unused flags at their defaults, and the given ones among these flags, in words.
 
@@ -259,7 +283,7 @@ def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunCon
         ("--train-iters of a whole rollout batch", steps >= config.updates_per_rollout, "save_log_probs"),
         ("a GPU", not config.launch.on_cpu, "record_memory_history rollout_colocate"),
         ("as many --train-iters", steps >= doctor_interval, "doctor_interval"),
-        ("more --train-iters", steps > config.logging.profiled_steps[0], "profile"),
+        ("more --train-iters", not config.logging.profile or steps > config.logging.profiled_steps[0], "profile"),
         ("as many --train-iters", steps >= save_hf_interval, "save_hf_interval"),
     ]
     unused = list(config.unused)

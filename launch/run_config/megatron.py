@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
-from megatron_rc.launch.run_config.layer_patterns import expert_layers, layers_without_rope
+from megatron_rc.launch.run_config.layer_patterns import expert_layers, layer_pattern
 from megatron_rc.launch.run_config.options import Section, option, values_of
 
 
@@ -76,7 +76,7 @@ class TransformerSection(Section):
     rotary_interleaved: bool = option("rotate pairs of neighbouring dimensions instead of the halves of a head")
     no_rope_freq: str | None = option(
         "layers whose queries and keys are not rotated: N every N-th, [0]*3+[1] those with a 1; default: none",
-        read=layers_without_rope,
+        read=layer_pattern,
         metavar="PATTERN",
     )
     init_method_std: float = option("standard deviation of the initial weights", default=0.02)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
-from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.engines.teacher_server import SERVED_TEMPERATURE
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
+from megatron_rc.launch.flags.checks.rollouts import check_addresses
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.rollouts.teacher_prompts import prompt_function
 from megatron_rc.launch.rollouts.teacher_scores import check_header, read_scores
@@ -103,19 +102,8 @@ def _check_scores(config: RunConfig, settings: DistillationSection, user: str) -
 
 def _check_servers(config: RunConfig, settings: DistillationSection) -> None:
     """Check the addresses of the teacher's servers, and the temperature of their log-probs."""
+    check_addresses(config, "teacher_url", "give one for each; they may be the same")
     typed = config.typed("teacher_url")
-    urls = (settings.teacher_url or "").split(",")
-    try:
-        for url in urls:
-            check_url(url)
-        check_key(os.environ.get(API_KEY))
-    except ValueError as problem:
-        raise ConfigurationError(f"--teacher-url: {problem}") from None
-    if len(urls) != config.data_parallel_size:
-        raise ConfigurationError(
-            f"{typed} names {len(urls)} servers for {config.data_parallel_size} data-parallel replicas: give one for "
-            "each; they may be the same"
-        )
     if settings.teacher_temperature != SERVED_TEMPERATURE:
         raise ConfigurationError(
             f"{config.typed('teacher_temperature')} with {typed}: servers give log-probs at temperature "
