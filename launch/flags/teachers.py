@@ -12,7 +12,6 @@ from megatron_rc.launch.flags.checks.megatron import FIELDS_OF_THE_MODEL
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.flags.command import Values, values_of_directory
 from megatron_rc.launch.flags.parser import defaults
-from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.flags.unused import make_sections, without_unused
 from megatron_rc.launch.run_config import RunConfig, TeacherModel, flag_options
@@ -77,8 +76,7 @@ def _of_checkpoint(folder: str) -> RunConfig:
         number = latest_iteration(folder)
         if number is None:
             raise ValueError("the folder holds no checkpoint: name another one")
-        checkpoint = iteration_folder(folder, number)
-        return stored_config(checkpoint_settings(checkpoint), str(checkpoint / SETTINGS))
+        return stored_config(iteration_folder(folder, number))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{where}: {error}") from error
 

@@ -31,8 +31,7 @@ def check_teachers(config: RunConfig, task: Task) -> None:
         if user is not None:
             raise ConfigurationError(f"{user} needs a teacher: {_TEACHERS}")
         return
-    _check_sources(config)
-    typed = config.typed(_source(config))
+    typed = _source(config, settings)
     if user is None:
         raise ConfigurationError(
             f"{typed} does nothing: give --distillation-coef, --policy-loss distill or --advantage-estimator "
@@ -46,7 +45,7 @@ def check_teachers(config: RunConfig, task: Task) -> None:
     if settings.teacher_prompt:
         prompt_function(settings.teacher_prompt)
     if config.has_teacher_scores:
-        _check_scores(config, settings, user)
+        _check_scores(config, settings, typed, user)
     for teacher in config.teachers:
         _check_model(config, teacher)
         _check_tokenizer(task, teacher)
@@ -63,32 +62,20 @@ def _user_of_teachers(config: RunConfig) -> str | None:
     return f"--policy-loss {config.loss.algorithm}"
 
 
-def _sources(config: RunConfig) -> list[str]:
-    """Return the kinds of sources that are given, as names of flags; both kinds of models are one."""
-    settings = config.distillation
-    if settings is None:
-        return []
-    sources = []
-    if settings.num_models:
-        sources.append("teacher_load_hf" if settings.teacher_load_hf else "teacher_load")
-    sources += [name for name in ("teacher_url", "teacher_files") if getattr(settings, name)]
-    return sources
-
-
-def _source(config: RunConfig) -> str:
-    return _sources(config)[0]
-
-
-def _check_sources(config: RunConfig) -> None:
-    """Check that the teachers come from one kind of source."""
-    sources = _sources(config)
+def _source(config: RunConfig, settings: DistillationSection) -> str:
+    """Return the flag that names the teachers, with its value; both kinds of models are one kind of source."""
+    models = "teacher_load_hf" if settings.teacher_load_hf else "teacher_load"
+    sources = [name for name in (models, "teacher_url", "teacher_files") if getattr(settings, name)]
     if len(sources) > 1:
         raise ConfigurationError(f"{config.typed(*sources)} are two kinds of teachers: drop one of them")
+    return config.typed(sources[0])
 
 
-def _check_scores(config: RunConfig, settings: DistillationSection, user: str) -> None:
-    """Check log-probs that come from servers or from files."""
-    typed = config.typed(_source(config))
+def _check_scores(config: RunConfig, settings: DistillationSection, typed: str, user: str) -> None:
+    """Check log-probs that come from servers or from files.
+
+    ``typed`` is the flag that names them, with its value; ``user`` the one that needs them.
+    """
     if config.rollouts.replays_sampling:
         raise ConfigurationError(
             f"{typed} gives log-probs over all tokens, and --rollout-top-p, --rollout-top-k and --rollout-min-p "
