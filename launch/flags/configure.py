@@ -25,7 +25,7 @@ from megatron_rc.launch.flags.parser import parser_for
 from megatron_rc.launch.flags.sources import check_sources
 from megatron_rc.launch.flags.task_of_run import make_task_of_run, with_prompts
 from megatron_rc.launch.flags.teachers import teacher_models
-from megatron_rc.launch.flags.unused import make_sections, without_unused, without_unused_in_run
+from megatron_rc.launch.flags.unused import LATER_RULES, make_sections, without_unused
 from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through
 from megatron_rc.launch.tasks import Task
@@ -86,15 +86,17 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
     complete = functools.partial(with_what_follows, world_size=world_size, engine=engine, elsewhere=elsewhere)
     values = complete(values)
     correction, loss = correction_and_loss(command, values)
+    values = values.also({"correction": correction, "loss": loss})
+    values, later_unused = without_unused(values, command.given, LATER_RULES)
     if values.correct_values is None:
         values = values.also({"correct_values": "none" if correction.corrects_in_loss else "mask"})
     task, values = make_task_of_run(command, values)
     values = values.also({"given": given_to_megatron(command)})
-    config = RunConfig(**make_sections(values), correction=correction, loss=loss, unused=tuple(unused))
+    config = RunConfig(**make_sections(values), correction=correction, loss=loss, unused=unused + later_unused)
     if config.distillation is not None:
         teachers = tuple(teacher_models(config, config.distillation, values_of_flags, complete))
         config = dataclasses.replace(config, teachers=teachers)
-    return without_unused_in_run(config, command.given), task
+    return config, task
 
 
 def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFlag]:
