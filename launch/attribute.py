@@ -93,7 +93,6 @@ def read_records(paths: Sequence[Path]) -> RolloutBatch:
 def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribution:
     """Attribute a batch, with Megatron-Core on the CPU."""
     from megatron_rc.launch.distributed import alone
-    from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.attribution import attribute_batch
     from megatron_rc.launch.training.batches.micro_batches import cut_batch
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
@@ -102,7 +101,7 @@ def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribut
     from megatron_rc.launch.training.models.routing_replay import RoutingReplay
 
     step, folder = checked_checkpoint(request.load, request.step)
-    stored = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
+    stored = stored_config(folder)
     config = _config_for(stored, batch)
     with alone(config):
         groups = ParallelGroups.from_megatron()

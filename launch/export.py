@@ -44,13 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def export(request: argparse.Namespace) -> int:
     """Write the directory, with Megatron-Core on the CPU; return the size of the weights in bytes."""
     from megatron_rc.launch.distributed import alone
-    from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
     from megatron_rc.launch.training.hugging_face import write_directory
     from megatron_rc.launch.weights.export import export_parameters
 
     _, folder = checked_checkpoint(request.load, request.step, checksums=request.verify_integrity)
-    config = stored_config(checkpoint_settings(folder), str(folder / SETTINGS))
+    config = stored_config(folder)
     if find_family(config) is None:
         raise ConfigurationError(
             f"--load {request.load}: no Hugging Face architecture here has the settings of this model"

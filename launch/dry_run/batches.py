@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.dry_run.layout import Layout
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
+
+
+def layout_of(config: RunConfig) -> dict[str, int]:
+    """Number of ranks in each dimension: tensor, context, pipeline and data parallelism."""
+    return {
+        "tp": config.parallel.tensor_model_parallel_size,
+        "cp": config.parallel.context_parallel_size,
+        "pp": config.parallel.pipeline_model_parallel_size,
+        "dp": config.data_parallel_size,
+    }
 
 
 def batch_numbers(config: RunConfig) -> dict[str, int]:
@@ -56,9 +65,10 @@ def numbers_in_words(config: RunConfig) -> list[str]:
     at_most = "at most " if config.training.rl_use_sequence_packing else ""
     virtual = parallel.virtual_pipeline_model_parallel_size
     experts = config.experts
+    layout = " × ".join(f"{dimension.upper()} {size}" for dimension, size in layout_of(config).items())
+    stages = f", {virtual} virtual stages a rank" if virtual else ""
     lines = [
-        f"{config.launch.world_size} ranks = {Layout.of(config)}"
-        + (f", {virtual} virtual stages a rank" if virtual else ""),
+        f"{config.launch.world_size} ranks = {layout}{stages}",
         f"rollout batch: {batch['prompts']} prompts × {batch['responses_of_a_prompt']} responses = "
         f"{batch['sequences']} sequences, {batch['sequences_of_a_replica']} on each data-parallel rank",
         passes_in_words(config),

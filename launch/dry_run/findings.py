@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.launch.dry_run.batches import batch_numbers, numbers_in_words, vocabulary_numbers
+from megatron_rc.launch.dry_run.batches import batch_numbers, layout_of, numbers_in_words, vocabulary_numbers
 from megatron_rc.launch.dry_run.engine_share import engine_bytes, vllm_share
-from megatron_rc.launch.dry_run.layout import Layout
 from megatron_rc.launch.dry_run.memory import StageMemory, stage_memories
 from megatron_rc.launch.dry_run.memory_report import GIB, check_fit, memory_as_mapping, memory_in_words
 from megatron_rc.launch.dry_run.places import places, places_in_words
@@ -64,7 +63,7 @@ class DryRun:
         return {
             "world_size": self.config.launch.world_size,
             "sources": self.sources,
-            "layout": asdict(Layout.of(self.config)) | {"ep": self.config.parallel.expert_model_parallel_size},
+            "layout": layout_of(self.config) | {"ep": self.config.parallel.expert_model_parallel_size},
             "batch": batch_numbers(self.config),
             "vocabulary": vocabulary_numbers(self.config),
             "ends": self.ends,

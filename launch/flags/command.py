@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.hints import unknown
-from megatron_rc.launch.flags.launch_file import read_launch_file
+from megatron_rc.launch.flags.launch_file import read_launch_file, words_of
 from megatron_rc.launch.flags.own_objects import define_own_objects
-from megatron_rc.launch.flags.parser import defaults, parser_for, words_of
+from megatron_rc.launch.flags.parser import defaults, parser_for
 from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.weights.architecture import read_architecture
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from megatron_rc.launch.errors import require
 from megatron_rc.launch.flags.checks import check
 from megatron_rc.launch.flags.checks.files import check_folders, check_machine
 from megatron_rc.launch.flags.checks.weights import choose_bridge
-from megatron_rc.launch.flags.command import Command, Values, read_command
+from megatron_rc.launch.flags.command import Command, read_command
 from megatron_rc.launch.flags.follow import (
     check_given,
     correction_and_loss,
@@ -25,10 +25,9 @@ from megatron_rc.launch.flags.parser import parser_for
 from megatron_rc.launch.flags.sources import check_sources
 from megatron_rc.launch.flags.task_of_run import make_task_of_run, with_prompts
 from megatron_rc.launch.flags.teachers import teacher_models
-from megatron_rc.launch.flags.unused import OPTIONAL_SECTIONS, without_unused, without_unused_in_run
+from megatron_rc.launch.flags.unused import LATER_RULES, make_sections, without_unused
 from megatron_rc.launch.resolved_file import ResolvedFlag
-from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
-from megatron_rc.launch.run_config.options import options_of
+from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through
 from megatron_rc.launch.tasks import Task
 from megatron_rc.settings.fields import DEFAULTS
 from megatron_rc.settings.flags import LOSS_FLAGS, is_correction_flag
@@ -84,38 +83,20 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
     check_sources(values)
     values = with_steps(values)
     values_of_flags = values
-
-    def complete(values: Values) -> Values:
-        return with_what_follows(values, world_size, engine=engine, elsewhere=elsewhere)
-
+    complete = functools.partial(with_what_follows, world_size=world_size, engine=engine, elsewhere=elsewhere)
     values = complete(values)
     correction, loss = correction_and_loss(command, values)
+    values = values.also({"correction": correction, "loss": loss})
+    values, later_unused = without_unused(values, command.given, LATER_RULES)
     if values.correct_values is None:
         values = values.also({"correct_values": "none" if correction.corrects_in_loss else "mask"})
     task, values = make_task_of_run(command, values)
     values = values.also({"given": given_to_megatron(command)})
-    sections: dict[str, Any] = {}
-    for name, section, is_optional in sections_of(RunConfig):
-        is_absent = is_optional and not OPTIONAL_SECTIONS[name].is_met(values)
-        sections[name] = None if is_absent else _section(section, values)
-    config = RunConfig(**sections, correction=correction, loss=loss, unused=tuple(unused))
-    teachers = tuple(teacher_models(config, values_of_flags, complete, _section))
-    config = dataclasses.replace(config, teachers=teachers)
-    return without_unused_in_run(config, command.given), task
-
-
-def _section(section: type, values: Values) -> Any:
-    """Make a section; the values of its fields have the names of their flags."""
-    options = {option.field: option for option in options_of(section)}
-    fields = {}
-    for field in dataclasses.fields(section):
-        option = options.get(field.name)
-        if option is None:
-            fields[field.name] = values[field.name]
-        else:
-            value = values[option.flag]
-            fields[field.name] = not value if option.inverted else value
-    return section(**fields)
+    config = RunConfig(**make_sections(values), correction=correction, loss=loss, unused=unused + later_unused)
+    if config.distillation is not None:
+        teachers = tuple(teacher_models(config, config.distillation, values_of_flags, complete))
+        config = dataclasses.replace(config, teachers=teachers)
+    return config, task
 
 
 def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFlag]:
@@ -133,14 +114,10 @@ def _resolved_flags(command: Command, config: RunConfig) -> Iterator[ResolvedFla
                 key = action.option_strings[0].removeprefix("--")
                 # Without a value the flag belongs to a section that this run does not have, or was replaced.
                 yield ResolvedFlag(group.title or "", key, value, name in given_names and value is not None)
-    yield from _flags_of_megatron(config.megatron.given)
-    yield from _flags_of_correction(command, config)
-
-
-def _flags_of_megatron(given: Mapping[str, Any]) -> Iterator[ResolvedFlag]:
-    for name, value in given.items():
+    for name, value in config.megatron.given.items():
         field = passed_through()[name]
         yield ResolvedFlag(field.title, field.on[0], value, is_given=True)
+    yield from _flags_of_correction(command, config)
 
 
 def _flags_of_correction(command: Command, config: RunConfig) -> Iterator[ResolvedFlag]:

@@ -111,24 +111,6 @@ def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     }
 
 
-def words_of(where: str, key: str, value: Any) -> list[str]:
-    """Return a flag with its value as words; ``where`` names the file that it comes from, ``key`` has no dashes."""
-    action = parser_for([f"--{key}"])._option_string_actions[f"--{key}"]
-    if action.nargs == 0:
-        if value not in ("true", "false"):
-            raise ConfigurationError(f"{where}: {key}: {value!r} must be true or false")
-        if value == "true":
-            return [f"--{key}"]
-        return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
-    takes_list = action.nargs == "+"
-    if takes_list and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
-        return [f"--{key}", *value]
-    if not isinstance(value, str) or value in ("", "null", "true", "false"):
-        more = ", or a list of them" if takes_list else ""
-        raise ConfigurationError(f"{where}: {key}: {value!r} must be one number or one string{more}")
-    return [f"--{key}={value}"]
-
-
 @functools.cache
 def defaults() -> dict[str, Any]:
     """Return the value of each flag that is not given, by name; None if it follows from others, or is none."""

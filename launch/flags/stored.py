@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
+from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import MegatronSection, ParallelSection
 from megatron_rc.launch.run_config.options import Section, as_typed, options_of
@@ -17,16 +19,19 @@ from megatron_rc.launch.weights.megatron_bridge import BRIDGE
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-Sections = Mapping[str, Mapping[str, Any] | None]
 # A value of an unknown field in these sections means another model; in other sections it can be ignored.
 _OF_THE_MODEL = ("transformer", "latent", "yarn", "experts", "model")
 
 
-def stored_config(sections: Sections, where: str) -> RunConfig:
-    """Return the settings of the run that wrote a checkpoint, for one process on a CPU with the whole model.
+def stored_config(folder: Path) -> RunConfig:
+    """Return the settings of the run that wrote the checkpoint in a folder, for one process on a CPU.
 
-    ``sections`` has the stored fields of each section; ``where`` is the name of the file, for errors.
+    Raises:
+        ValueError: the settings are missing or cannot be read.
+        ConfigurationError: another version wrote them, or the model cannot be made here.
     """
+    where = str(folder / SETTINGS)
+    sections = checkpoint_settings(folder)
     if (sections.get("checkpoints") or {}).get("weights_bridge") == BRIDGE:
         raise ConfigurationError(f"{where}: Megatron-Bridge made this model: give --save-hf to a run that --loads it")
     made: dict[str, Any] = {}

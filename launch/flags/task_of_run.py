@@ -69,7 +69,15 @@ def make_task_of_run(command: Command, values: Values) -> tuple[Task, Values]:
             "padded_vocab_size": values.padded_vocab_size or padded_vocab_size,
         }
     )
-    _choose_ends(values, task.text)
+    # What ends a response is fixed for the whole run.
+    task.text.ends = choose_ends(
+        {**task.text.end_tokens_by_source(values.load_hf), STOP_TOKENS: values.rollout_stop_token_ids or ()},
+        decode=task.text.decode,
+        vocab_size=vocab_size,
+        removed=values.rollout_no_stop_token_ids or (),
+        strings=values.rollout_stop or (),
+    )
+    task.text.skip_special_tokens = values.rollout_skip_special_tokens
     return task, values.also({"end_token_ids": task.text.ends.token_ids})
 
 
@@ -89,11 +97,11 @@ def _tokenizer(command: Command, values: Values) -> tuple[Text | None, Values]:
             )
         if values.apply_chat_template and is_typed:
             raise ConfigurationError("--apply-chat-template needs a tokenizer that has one: give --tokenizer-model DIR")
-        return None, _without_template(command, values, kind)
+        return None, _without_template(command, values, kind) if values.apply_chat_template else values
     if not folder:
         raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model DIR or --load-hf DIR")
     text = HuggingFaceText(folder, values.apply_chat_template and is_typed)
-    if not text.has_template:
+    if values.apply_chat_template and not text.has_template:
         values = _without_template(command, values, f"the tokenizer in {folder}")
     text.chat = values.apply_chat_template
     if values.chat_template_kwargs is not None:
@@ -105,8 +113,6 @@ def _tokenizer(command: Command, values: Values) -> tuple[Text | None, Values]:
 
 def _without_template(command: Command, values: Values, tokenizer: str) -> Values:
     """Drop the launch file's template, and what it is given, with a warning: it was meant for another tokenizer."""
-    if not values.apply_chat_template:
-        return values
     _log.warning("%s has no chat template: apply-chat-template of --config %s is dropped", tokenizer, values.config)
     for name in ("chat_template_kwargs", "tools_key"):
         if name in command.typed:
@@ -179,16 +185,3 @@ def _too_few_embeddings(values: Values, tokens: int) -> str:
         f"than the tokenizer's {tokens} tokens: give the model's own tokenizer as --tokenizer-model, or a model whose "
         "embeddings were resized to it"
     )
-
-
-def _choose_ends(values: Values, text: Text) -> None:
-    """Fix what ends a response, for the whole run."""
-    sources = text.end_tokens_by_source(values.load_hf)
-    text.ends = choose_ends(
-        {**sources, STOP_TOKENS: values.rollout_stop_token_ids or ()},
-        decode=text.decode,
-        vocab_size=values.vocab_size,
-        removed=values.rollout_no_stop_token_ids or (),
-        strings=values.rollout_stop or (),
-    )
-    text.skip_special_tokens = values.rollout_skip_special_tokens

@@ -12,10 +12,10 @@ from megatron_rc.launch.flags.checks.megatron import FIELDS_OF_THE_MODEL
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.flags.command import Values, values_of_directory
 from megatron_rc.launch.flags.parser import defaults
-from megatron_rc.launch.flags.saved_settings import SETTINGS, checkpoint_settings
 from megatron_rc.launch.flags.stored import stored_config
-from megatron_rc.launch.flags.unused import OPTIONAL_SECTIONS, without_unused
-from megatron_rc.launch.run_config import RunConfig, TeacherModel, flag_options, sections_of
+from megatron_rc.launch.flags.unused import make_sections, without_unused
+from megatron_rc.launch.run_config import RunConfig, TeacherModel, flag_options
+from megatron_rc.launch.run_config.distillation import DistillationSection
 from megatron_rc.launch.tasks.text import HUGGING_FACE
 
 # Sections with the shape of a model.
@@ -26,11 +26,10 @@ _OF_STAGES = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
-MakeSection = Callable[[type, Values], Any]
 
 
 def teacher_models(
-    config: RunConfig, values: Values, with_what_follows: Callable[[Values], Values], make_section: MakeSection
+    config: RunConfig, settings: DistillationSection, values: Values, with_what_follows: Callable[[Values], Values]
 ) -> Iterator[TeacherModel]:
     """Yield each teacher that this run loads, those of directories first.
 
@@ -38,19 +37,17 @@ def teacher_models(
 
     Args:
         config: settings of the run.
+        settings: its teachers.
         values: values of the run's flags, before defaults that follow from others.
         with_what_follows: adds those defaults.
-        make_section: makes a section of values.
 
     Raises:
         ConfigurationError: the model of a directory or a checkpoint is not known here, or has fewer tokens.
     """
-    if config.distillation is None:
-        return
-    for folder in config.distillation.teacher_load_hf or ():
-        sections = _of_directory(folder, values, config, with_what_follows, make_section)
+    for folder in settings.teacher_load_hf or ():
+        sections = _of_directory(folder, values, config, with_what_follows)
         yield _teacher("--teacher-load-hf", folder, config, sections, tokenizer=folder)
-    for folder in config.distillation.teacher_load or ():
+    for folder in settings.teacher_load or ():
         stored = _of_checkpoint(folder)
         sections = {name: getattr(stored, name) for name in _SHAPE}
         tokenizer = None
@@ -60,11 +57,7 @@ def teacher_models(
 
 
 def _of_directory(
-    folder: str,
-    values: Values,
-    config: RunConfig,
-    with_what_follows: Callable[[Values], Values],
-    make_section: MakeSection,
+    folder: str, values: Values, config: RunConfig, with_what_follows: Callable[[Values], Values]
 ) -> dict[str, Any]:
     """Return the sections with the shape of the model in a Hugging Face directory."""
     of_model = values_of_directory(folder, "--teacher-load-hf")
@@ -73,13 +66,7 @@ def _of_directory(
     of_teacher, _ = without_unused(values.also(reset).also(of_model), {})
     of_teacher = with_what_follows(of_teacher)
     vocab_size = of_teacher.vocab_size or config.model.vocab_size
-    of_teacher = of_teacher.also({"vocab_size": vocab_size, "padded_vocab_size": vocab_size})
-    sections = {}
-    for name, kind, is_optional in sections_of(RunConfig):
-        if name in _SHAPE:
-            is_absent = is_optional and not OPTIONAL_SECTIONS[name].is_met(of_teacher)
-            sections[name] = None if is_absent else make_section(kind, of_teacher)
-    return sections
+    return make_sections(of_teacher.also({"vocab_size": vocab_size, "padded_vocab_size": vocab_size}), _SHAPE)
 
 
 def _of_checkpoint(folder: str) -> RunConfig:
@@ -89,8 +76,7 @@ def _of_checkpoint(folder: str) -> RunConfig:
         number = latest_iteration(folder)
         if number is None:
             raise ValueError("the folder holds no checkpoint: name another one")
-        checkpoint = iteration_folder(folder, number)
-        return stored_config(checkpoint_settings(checkpoint), str(checkpoint / SETTINGS))
+        return stored_config(iteration_folder(folder, number))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{where}: {error}") from error
 

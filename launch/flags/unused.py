@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.engines.registry import ENGINES
-from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig, flag_options, sections_of
 from megatron_rc.launch.run_config.options import as_typed, options_of
 from megatron_rc.loss.objectives import OBJECTIVES
@@ -224,60 +223,91 @@ def _is_engine_of(engines: list[str]) -> Callable[[Any], bool]:
     return lambda run: run.rollout_engine in engines
 
 
+# Rules of flags alone.
 RULES = tuple(_all_rules())
+# Rules that need the correction, the objective, the device, and defaults that follow from other flags.
+LATER_RULES = (
+    Rule("--grpo-kl-beta above 0", lambda run: run.loss.kl_coef, "kl_estimator kl_importance_weight"),
+    Rule(
+        "--distillation-coef or --policy-loss distill",
+        lambda run: run.loss.distils,
+        "distillation_kind distillation_beta",
+    ),
+    Rule(
+        "an objective with bounds",
+        lambda run: run.loss.algorithm is None or OBJECTIVES[run.loss.algorithm].clips,
+        "grpo_clamp_eps_lower grpo_clamp_eps_upper",
+    ),
+    Rule(
+        "--grpo-kl-beta or --kl-in-reward",
+        lambda run: run.loss.kl_coef or run.kl_in_reward,
+        "ref_load ref_load_hf ref_update_interval",
+    ),
+    Rule("a correction before the loss", lambda run: not run.correction.corrects_in_loss, "always_score"),
+    Rule(
+        "--train-iters of a whole rollout batch",
+        lambda run: (
+            run.train_iters * run.global_batch_size
+            >= run.grpo_prompts_per_step * run.grpo_group_size * run.grpo_iterations
+        ),
+        "save_log_probs",
+    ),
+    Rule("a GPU", lambda run: not run.on_cpu, "record_memory_history rollout_colocate"),
+    Rule("as many --train-iters", lambda run: run.train_iters >= (run.doctor_interval or 0), "doctor_interval"),
+    Rule("as many --train-iters", lambda run: run.train_iters >= (run.save_hf_interval or 0), "save_hf_interval"),
+    Rule(
+        "more --train-iters",
+        lambda run: run.train_iters > (10 if run.profile_step_start is None else run.profile_step_start),
+        "profile",
+    ),
+)
 
 
-def without_unused(values: Any, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def make_sections(values: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
+    """Make sections of the values of all flags; None for a section that this run does not have.
+
+    Args:
+        values: values of all flags, as ``Values``.
+        names: names of the sections; None: of all.
+    """
+    sections: dict[str, Any] = {}
+    for name, section, is_optional in sections_of(RunConfig):
+        if names is not None and name not in names:
+            continue
+        if is_optional and not OPTIONAL_SECTIONS[name].is_met(values):
+            sections[name] = None
+            continue
+        options = {option.field: option for option in options_of(section)}
+        fields = {}
+        for field in dataclasses.fields(section):
+            option = options.get(field.name)
+            value = values[option.flag if option else field.name]
+            fields[field.name] = not value if option and option.inverted else value
+        sections[name] = section(**fields)
+    return sections
+
+
+def without_unused(values: Any, given: Mapping[str, Any], rules: Iterable[Rule] = RULES) -> tuple[Any, tuple[str, ...]]:
     """Return the values with unused flags at their defaults, and the given ones among these flags, in words.
 
     Args:
         values: values of all flags, as ``Values``.
         given: values of the flags that the user gave.
+        rules: :data:`RULES`, or :data:`LATER_RULES`.
     """
     unused: list[str] = []
-    for rule in RULES:
+    for rule in rules:
         if rule.is_met(values):
             continue
-        usual = {name: flag_options()[name.replace("_", "-")][1].default for name in rule.flags.split()}
-        for name, default in usual.items():
+        for name in rule.flags.split():
+            _, option = flag_options().get(name.replace("_", "-"), ("", None))
+            default = option.default if option else None
             if name in given and values[name] != default:
                 unused.append(f"{as_typed(name, given[name])} (needs {rule.needs})")
-        values = values.also(usual)
-    return values, unused
-
-
-def without_unused_in_run(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
-    """Return the settings without what the objective, the correction, the device or the run's length leave unused.
-
-    Fields of sections get their defaults; flags of the loss keep their values. All that were given are listed.
-    """
-    loss = config.loss
-    steps = config.training.train_iters
-    doctor_interval = config.guards.doctor_interval or 0
-    save_hf_interval = config.checkpoints.save_hf_interval or 0
-    clips = loss.algorithm is None or OBJECTIVES[loss.algorithm].clips
-    rules = [
-        ("--grpo-kl-beta above 0", bool(loss.kl_coef), "kl_estimator kl_importance_weight"),
-        ("--distillation-coef or --policy-loss distill", loss.distils, "distillation_kind distillation_beta"),
-        ("an objective with bounds", clips, "grpo_clamp_eps_lower grpo_clamp_eps_upper"),
-        ("--grpo-kl-beta or --kl-in-reward", config.needs_reference, "ref_load ref_load_hf ref_update_interval"),
-        ("a correction before the loss", not config.correction.corrects_in_loss, "always_score"),
-        ("--train-iters of a whole rollout batch", steps >= config.updates_per_rollout, "save_log_probs"),
-        ("a GPU", not config.launch.on_cpu, "record_memory_history rollout_colocate"),
-        ("as many --train-iters", steps >= doctor_interval, "doctor_interval"),
-        ("as many --train-iters", steps >= save_hf_interval, "save_hf_interval"),
-    ]
-    unused = list(config.unused)
-    for needs, is_met, names in rules:
-        if is_met:
-            continue
-        for name in names.split():
-            if given.get(name) and not any(line.startswith(f"{flag(name)} ") for line in unused):
-                unused.append(f"{as_typed(name, given[name])} (needs {needs})")
-            if name.replace("_", "-") in flag_options():
-                section, option = flag_options()[name.replace("_", "-")]
-                config = config.changed(**{section: {option.field: option.default}})
-    return dataclasses.replace(config, unused=tuple(unused))
+            # Flags of the loss keep their values.
+            if option:
+                values = values.also({name: default})
+    return values, tuple(unused)
 
 
 def needs_in_words(name: str) -> str:

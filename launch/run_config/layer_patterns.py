@@ -54,13 +54,12 @@ def layers_of_layout(layout: str, stages: int, num_layers: int) -> list[int]:
     return [chunk.count(LayerType.decoder) for turn in turns for chunk in turn]
 
 
-def some_layers(word: str) -> str:
-    """Normal form of a pattern of some layers: ``4`` for every fourth layer, or ``[0]*3+[1]``."""
+def layer_pattern(word: str) -> str:
+    """Normal form of a pattern of layers: ``4`` for every fourth layer, or ``[0]*3+[1]``."""
     value = number_or_pattern(word)
-    if isinstance(value, int):
-        if value > 0:
-            return str(value)
-    elif value and set(value) <= {0, 1}:
+    if isinstance(value, int) and value > 0:
+        return str(value)
+    if isinstance(value, list) and value and set(value) <= {0, 1}:
         return pattern_in_words(value)
     raise ValueError(f"expected a number above 0, or a list of 0 and 1, got {word!r}")
 
@@ -73,14 +72,8 @@ def pattern_in_words(layers: list[int]) -> str:
 def expert_layers(word: str) -> str:
     """Normal form of a value of ``--moe-layer-freq``: ``1`` for all layers, else ``3``, or ``[0]*3+[1]*58``."""
     value = number_or_pattern(word)
-    if isinstance(value, int):
-        if value > 0:
-            return str(value)
-    elif value and set(value) == {1}:
-        return "1"
-    elif value and set(value) <= {0, 1}:
-        return pattern_in_words(value)
-    raise ValueError(f"expected a number above 0, or a list of 0 and 1, got {word!r}")
+    has_all = isinstance(value, list) and set(value) == {1}
+    return "1" if has_all else layer_pattern(word)
 
 
 def attention_window(word: str) -> str:

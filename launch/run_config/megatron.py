@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
-from megatron_rc.launch.run_config.layer_patterns import attention_window, expert_layers, some_layers
+from megatron_rc.launch.run_config.layer_patterns import attention_window, expert_layers, layer_pattern
 from megatron_rc.launch.run_config.options import Section, option, values_of
 
 
@@ -76,7 +76,7 @@ class TransformerSection(Section):
     rotary_interleaved: bool = option("rotate pairs of neighbouring dimensions instead of the halves of a head")
     no_rope_freq: str | None = option(
         "layers whose queries and keys are not rotated: N every N-th, [0]*3+[1] those with a 1; default: none",
-        read=some_layers,
+        read=layer_pattern,
         metavar="PATTERN",
     )
     softmax_type: Literal["vanilla", "learnable"] = option(
@@ -91,7 +91,7 @@ class TransformerSection(Section):
     )
     window_attn_skip_freq: str | None = option(
         "layers with --window-size: N all but every N-th, [1]*3+[0] those with a 1; default: all",
-        read=some_layers,
+        read=layer_pattern,
         metavar="PATTERN",
     )
     glu_linear_offset: float = option(

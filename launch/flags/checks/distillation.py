@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
-from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.engines.teacher_server import SERVED_TEMPERATURE
 from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
+from megatron_rc.launch.flags.checks.rollouts import check_addresses
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.rollouts.teacher_prompts import prompt_function
 from megatron_rc.launch.rollouts.teacher_scores import check_header, read_scores
@@ -32,8 +31,7 @@ def check_teachers(config: RunConfig, task: Task) -> None:
         if user is not None:
             raise ConfigurationError(f"{user} needs a teacher: {_TEACHERS}")
         return
-    _check_sources(config)
-    typed = config.typed(_source(config))
+    typed = _source(config, settings)
     if user is None:
         raise ConfigurationError(
             f"{typed} does nothing: give --distillation-coef, --policy-loss distill or --advantage-estimator "
@@ -47,7 +45,7 @@ def check_teachers(config: RunConfig, task: Task) -> None:
     if settings.teacher_prompt:
         prompt_function(settings.teacher_prompt)
     if config.has_teacher_scores:
-        _check_scores(config, settings, user)
+        _check_scores(config, settings, typed, user)
     for teacher in config.teachers:
         _check_model(config, teacher)
         _check_tokenizer(config, task, teacher)
@@ -64,32 +62,20 @@ def _user_of_teachers(config: RunConfig) -> str | None:
     return f"--policy-loss {config.loss.algorithm}"
 
 
-def _sources(config: RunConfig) -> list[str]:
-    """Return the kinds of sources that are given, as names of flags; both kinds of models are one."""
-    settings = config.distillation
-    if settings is None:
-        return []
-    sources = []
-    if settings.num_models:
-        sources.append("teacher_load_hf" if settings.teacher_load_hf else "teacher_load")
-    sources += [name for name in ("teacher_url", "teacher_files") if getattr(settings, name)]
-    return sources
-
-
-def _source(config: RunConfig) -> str:
-    return _sources(config)[0]
-
-
-def _check_sources(config: RunConfig) -> None:
-    """Check that the teachers come from one kind of source."""
-    sources = _sources(config)
+def _source(config: RunConfig, settings: DistillationSection) -> str:
+    """Return the flag that names the teachers, with its value; both kinds of models are one kind of source."""
+    models = "teacher_load_hf" if settings.teacher_load_hf else "teacher_load"
+    sources = [name for name in (models, "teacher_url", "teacher_files") if getattr(settings, name)]
     if len(sources) > 1:
         raise ConfigurationError(f"{config.typed(*sources)} are two kinds of teachers: drop one of them")
+    return config.typed(sources[0])
 
 
-def _check_scores(config: RunConfig, settings: DistillationSection, user: str) -> None:
-    """Check log-probs that come from servers or from files."""
-    typed = config.typed(_source(config))
+def _check_scores(config: RunConfig, settings: DistillationSection, typed: str, user: str) -> None:
+    """Check log-probs that come from servers or from files.
+
+    ``typed`` is the flag that names them, with its value; ``user`` the one that needs them.
+    """
     if config.rollouts.replays_sampling:
         raise ConfigurationError(
             f"{typed} gives log-probs over all tokens, and --rollout-top-p, --rollout-top-k and --rollout-min-p "
@@ -103,19 +89,8 @@ def _check_scores(config: RunConfig, settings: DistillationSection, user: str) -
 
 def _check_servers(config: RunConfig, settings: DistillationSection) -> None:
     """Check the addresses of the teacher's servers, and the temperature of their log-probs."""
+    check_addresses(config, "teacher_url", "give one for each; they may be the same")
     typed = config.typed("teacher_url")
-    urls = (settings.teacher_url or "").split(",")
-    try:
-        for url in urls:
-            check_url(url)
-        check_key(os.environ.get(API_KEY))
-    except ValueError as problem:
-        raise ConfigurationError(f"--teacher-url: {problem}") from None
-    if len(urls) != config.data_parallel_size:
-        raise ConfigurationError(
-            f"{typed} names {len(urls)} servers for {config.data_parallel_size} data-parallel replicas: give one for "
-            "each; they may be the same"
-        )
     if settings.teacher_temperature != SERVED_TEMPERATURE:
         raise ConfigurationError(
             f"{config.typed('teacher_temperature')} with {typed}: servers give log-probs at temperature "

@@ -15,10 +15,6 @@ def check_experts(config: RunConfig) -> None:
     """Check the experts' split over the ranks, their layers, their losses, and the replay of routers."""
     experts = config.experts
     if experts is None:
-        if (config.megatron.expert_tensor_parallel_size or 1) != 1:
-            raise ConfigurationError(
-                f"{config.typed('expert_tensor_parallel_size')} does nothing without --num-experts: drop it"
-            )
         return
     _check_split(config, experts)
     layers = config.layers_with_experts

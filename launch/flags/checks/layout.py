@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.guards import Condition
 
 _SEQUENCES = ("grpo_prompts_per_step", "grpo_group_size")
 
@@ -17,10 +16,8 @@ def check_layout(config: RunConfig) -> None:
     tp = parallel.tensor_model_parallel_size
     cp = parallel.context_parallel_size
     product = _product(config, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    if world < size:
-        raise ConfigurationError(f"{product} needs {size} processes, got {world}: start more, or split less")
     if world % size:
-        raise ConfigurationError(f"{product} = {size} does not divide {world} processes: start a multiple of it")
+        raise ConfigurationError(f"{product} needs a multiple of {size} processes, got {world}: start as many")
 
     _check_stages(config)
     length = config.training.seq_length
@@ -34,32 +31,25 @@ def check_layout(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    """Check that layers spread evenly over the stages, apart from given numbers for the first and the last stage.
+    """Check that layers spread evenly over the stages; Megatron checks given numbers for the first and last stage.
 
-    A layout of all stages was checked when it was read; Megatron refuses it beside such numbers.
+    A layout of all stages was checked when it was read.
     """
     stages = config.parallel.pipeline_model_parallel_size
-    num_layers = config.transformer.num_layers
     ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     flags_of_ends = " and ".join(config.typed(name) for name in ends if name in config.megatron.given)
-    if "pipeline_model_parallel_layout" in config.megatron.given:
-        return
+    if not flags_of_ends and "pipeline_model_parallel_layout" not in config.megatron.given:
+        require_multiple("num_layers", config.transformer.num_layers, "pipeline_model_parallel_size", stages)
     if not flags_of_ends:
-        require_multiple("num_layers", num_layers, "pipeline_model_parallel_size", stages)
         return
-    if stages == 1:
-        raise ConfigurationError(f"{flags_of_ends} needs --pipeline-model-parallel-size above 1: give both, or neither")
     if config.parallel.virtual_pipeline_model_parallel_size is not None:
         raise ConfigurationError(
             f"{flags_of_ends} with {config.typed('num_layers_per_virtual_pipeline_stage')}: virtual stages have "
             "equally many layers; drop one"
         )
-    layers_of_stages = config.layers_of_chunks
-    if min(layers_of_stages) < 1 or sum(layers_of_stages) != num_layers:
-        raise ConfigurationError(
-            f"{flags_of_ends} with {config.typed('num_layers', 'pipeline_model_parallel_size')}: each stage needs a "
-            "layer, and the stages between the ends equally many; change one of them"
-        )
+    # Megatron would give the other stages a negative number of layers, and the model too many.
+    if sum(layers or 0 for layers in config.megatron.layers_at_ends) > config.transformer.num_layers:
+        raise ConfigurationError(f"{flags_of_ends} is more than {config.typed('num_layers')}")
 
 
 def check_batches(config: RunConfig) -> None:
@@ -149,35 +139,6 @@ def check_steps(config: RunConfig, samples: bool) -> None:
         )
     if config.schedule.lr_warmup_init > config.optimizer.lr:
         raise ConfigurationError(f"{config.typed('lr_warmup_init')} must be at most {config.typed('lr')}")
-    _check_profile(config)
-    _check_rare_metrics(config)
-
-
-def _check_profile(config: RunConfig) -> None:
-    """Check that the profiled steps and ranks are some of the run's."""
-    logging = config.logging
-    if not logging.profile:
-        return
-    _, end = logging.profiled_steps
-    if end > config.training.train_iters:
-        raise ConfigurationError(f"--profile-step-end {end} must be at most {config.typed('train_iters')}")
-    world_size = config.launch.world_size
-    for rank in logging.profile_ranks or ():
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"--profile-ranks {rank} must be one of 0 to {world_size - 1}")
-
-
-def _check_rare_metrics(config: RunConfig) -> None:
-    """Refuse conditions on metrics that only some steps have, and no step of this run."""
-    intervals = {
-        "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
-        "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
-    }
-    for text in config.guards.stop_if or ():
-        metric = Condition.parse(text).metric
-        name, interval = intervals.get(metric, ("", 1))
-        if interval is None:
-            raise ConfigurationError(f"--stop-if '{text}' does nothing without {name}: no step has {metric}")
 
 
 def _product(config: RunConfig, *names: str) -> str:

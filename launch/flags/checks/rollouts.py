@@ -114,15 +114,7 @@ def _check_vllm(config: RunConfig) -> None:
 
 
 def _check_servers(config: RunConfig) -> None:
-    """Check the addresses of servers, the key for them, and the way of the weights to them."""
-    urls = (config.engine.rollout_url or "").split(",")
-    replicas = config.data_parallel_size
-    try:
-        for url in urls:
-            check_url(url)
-        check_key(os.environ.get(API_KEY))
-    except ValueError as problem:
-        raise ConfigurationError(f"--rollout-url: {problem}") from None
+    """Check the way of new weights to servers, and the servers' addresses."""
     way = config.engine.rollout_weight_transfer
     typed = config.typed("rollout_weight_transfer")
     fitting = "gloo" if config.launch.on_cpu else "nccl"
@@ -131,10 +123,28 @@ def _check_servers(config: RunConfig) -> None:
         raise ConfigurationError(f"{typed} is for {machines}: give {fitting}, or files")
     if way == "ipc" and config.engine.rollout_engine != "vllm-server":
         raise ConfigurationError(f"{typed} is for --rollout-engine vllm-server: give {fitting}, or files")
-    if len(urls) != replicas:
+    check_addresses(config, "rollout_url", "each needs one of its own, which gets its weights")
+
+
+def check_addresses(config: RunConfig, name: str, remedy: str) -> None:
+    """Check the addresses of servers, one for each data-parallel replica, and the key for them.
+
+    Args:
+        config: settings of the run.
+        name: flag with the addresses; its name has underscores.
+        remedy: what to do about another number of addresses.
+    """
+    addresses = config.value_of(name.replace("_", "-")).split(",")
+    try:
+        for address in addresses:
+            check_url(address)
+        check_key(os.environ.get(API_KEY))
+    except ValueError as problem:
+        raise ConfigurationError(f"{flag(name)}: {problem}") from None
+    if len(addresses) != config.data_parallel_size:
         raise ConfigurationError(
-            f"--rollout-url names {len(urls)} servers for {replicas} data-parallel ranks: each needs one of its own, "
-            "which gets its weights"
+            f"{flag(name)} names {len(addresses)} servers for {config.data_parallel_size} data-parallel replicas: "
+            f"{remedy}"
         )
 
 

@@ -6,9 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from megatron_rc.launch.set_aside import set_aside
 
@@ -27,50 +25,24 @@ class MetricsFile:
     def __init__(self, path: Path, iteration: int) -> None:
         self.path = path
         self.iteration = iteration
-        self._file: TextIO | None = None
-        if path.exists() and iteration:
+        self._is_continued = iteration > 0
+        if path.exists() and self._is_continued:
             with path.open("rb") as file:
                 file.read(1)
         elif path.exists():
             set_aside(path)
 
-    def write(self, row: dict[str, float]) -> bool:
-        """Append a row, and wait until it is on disk.
-
-        Returns False if the file had been removed or replaced since the last row: rows go on in the file that stands at
-        the path now, a new one if there is none, and not into one that nobody finds any more. Raises OSError.
-        """
-        was_in_place = True
-        if self._file is None:
-            if self.path.is_file():
-                os.truncate(self.path, self._bytes_to_keep())
-            self._file = self.path.open("a", encoding="utf-8")
-        elif not self._is_at_path(self._file):
-            was_in_place = False
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # If it cannot be opened, the next row tries again.
-            new_file = self.path.open("a", encoding="utf-8")
-            self.close()
-            self._file = new_file
-
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return was_in_place
-
-    def _is_at_path(self, file: TextIO) -> bool:
-        """Whether an open file is the one that stands at the path now."""
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
-        except FileNotFoundError:
-            return False
-
-    def close(self) -> None:
-        """Close the file."""
-        # A write that failed was reported when its row was written.
-        with suppress(OSError):
-            if self._file is not None:
-                self._file.close()
+    def write(self, row: dict[str, float]) -> None:
+        """Append a row, and wait until it is on disk; a removed file is made again. Raises OSError."""
+        if self._is_continued and self.path.is_file():
+            os.truncate(self.path, self._bytes_to_keep())
+        self._is_continued = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened for each row, so that no row goes into a file that was removed or replaced under way.
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def _bytes_to_keep(self) -> int:
         """Bytes up to the end of the last complete row of a step before this run; what follows is made again."""

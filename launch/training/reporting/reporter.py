@@ -70,7 +70,7 @@ class Reporter:
         """Report an optimizer step: its metrics, and histograms for TensorBoard and Weights & Biases."""
         is_logged = step % self.config.logging.log_interval == 0
         with self._needs_folder():
-            self._write_row(step, metrics)
+            self.metrics.write({"step": step, **metrics})
             if is_logged:
                 self.board.log(step, metrics, distributions)
         if is_logged:
@@ -89,7 +89,7 @@ class Reporter:
         self.say(f"step {step}/{self.config.training.train_iters}  {in_words(metrics)}")
         try:
             with self._needs_folder():
-                self._write_row(step, metrics)
+                self.metrics.write({"step": step, **metrics})
                 self.board.log(step, metrics, {})
         except ConfigurationError as error:
             # The last evaluation follows the last save, after which nothing may fail the run.
@@ -127,7 +127,6 @@ class Reporter:
         seconds = time.monotonic() - self.started
         has_steps = self.progress.done >= self.first_step
         self.say(f"\n{note} after {seconds:.0f} s" if has_steps else note)
-        self.metrics.close()
         with self._best_effort(f"the report in {self.folder} is incomplete"):
             self._draw(f"{note}{why}, after {seconds:.0f} s")
         with self._best_effort(f"TensorBoard's files in {self.board.writer.log_dir} are incomplete"):
@@ -147,14 +146,6 @@ class Reporter:
             self.say(f"report {self.folder / PAGE}")
             if history.series:
                 self.say(f"picture {self.folder / PICTURE}")
-
-    def _write_row(self, step: int, metrics: dict[str, float]) -> None:
-        is_same_file = self.metrics.write({"step": step, **metrics})
-        if not is_same_file:
-            self.say(
-                f"{self.metrics.path} was removed or replaced under way: its rows go on from step {step} in the "
-                "file that is there now"
-            )
 
     @contextmanager
     def _needs_folder(self) -> Iterator[None]:

@@ -54,7 +54,7 @@ def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
         ([f"--config={named}", "--nnodes=4"], 4),
     ):
         assert code_of(main, *words, "--dry-run", "--pipeline-model-parallel-size=8") == 2
-        assert f"needs 16 processes, got {ranks}:" in capsys.readouterr().err
+        assert f"needs a multiple of 16 processes, got {ranks}:" in capsys.readouterr().err
     named.write_text("world-size: many\n")
     assert code_of(main, f"--config={named}", "--dry-run") == 2
     assert "world-size: 'many'" in capsys.readouterr().err

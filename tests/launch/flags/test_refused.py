@@ -28,8 +28,8 @@ TABLES = {
         "",
         True,
         """
-        --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | 2 processes, got 1
-        @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: = 4 | 6 processes
+        --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | of 2 processes, got 1
+        @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: a multiple of 4 processes, got 6
         @4 --tensor-model-parallel-size=4 :: --num-query-groups 2 | --tensor-model-parallel-size = 4
         @3 --pipeline-model-parallel-size=3 :: --num-layers 4 | --pipeline-model-parallel-size = 3
         @2 PP --num-layers-per-virtual-pipeline-stage=0 :: must be positive
@@ -80,8 +80,6 @@ TABLES = {
         --num-experts=4 --moe-grouped-gemm :: --moe-grouped-gemm | --transformer-impl transformer_engine
         --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
         --ref-load-hf=nowhere
-        --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
-        @2 --profile --profile-ranks 0 2 :: --profile-ranks 2 | 0 to 1
         --seed=9223372036854775808 :: --seed 9223372036854775808 must be at most 9223372036854775807
         --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
         --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
@@ -232,10 +230,9 @@ TABLES = {
         --defer-embedding-wgrad-compute --fused-linear-log-probs :: --defer-embedding-wgrad-compute | --fused-linear
         --no-initialization :: --no-initialization | --load
         --no-rope-freq=often :: --no-rope-freq | 'often'
-        --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
-        @2 PP --decoder-first-pipeline-num-layers=4 :: --decoder-first-pipeline-num-layers 4 | --num-layers 4
+        @2 PP --decoder-first-pipeline-num-layers=4 :: Megatron-Core refuses --decoder-first-pipeline-num-layers 4
         @2 PP --decoder-first-pipeline-num-layers=5 :: --decoder-first-pipeline-num-layers 5 | --num-layers 4
-        @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: --decoder-last-pipeline-num-layers 1
+        @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: refuses --decoder-last
         @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: -first-pipeline-num-layers 1
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
@@ -343,6 +340,7 @@ UNUSED = [
         "not --load-rollouts | --attribution-interval",
     ),
     (LLAMA, "--attribution-interval=1", "--rollout-staleness=1", "no --rollout-staleness"),
+    (LLAMA, "--profile", "", "--train-iters"),
     (LLAMA, "--no-async-save --rotary-percent=1.0 --critic-lr-decay-style=constant", "", ""),
 ]
 

@@ -77,8 +77,9 @@ def test_what_it_cannot_do_is_refused(folder, tmp_path, installed, sections, mes
     config = config.changed(checkpoints={"weights_bridge": BRIDGE, "load_hf": str(other)})
     with pytest.raises(ConfigurationError, match=f"--weights-bridge megatron-bridge .*{message}"):
         check_bridge(config.changed(**sections), samples=False)
+    (tmp_path / "settings.json").write_text(json.dumps({"checkpoints": {"weights_bridge": BRIDGE}}))
     with pytest.raises(ConfigurationError, match=r"settings\.json: Megatron-Bridge made this"):
-        stored_config({"checkpoints": {"weights_bridge": BRIDGE}}, "settings.json")
+        stored_config(tmp_path)
 
 
 def through_the_bridge(words, folder):
