@@ -12,7 +12,6 @@ import pkgutil
 import re
 import textwrap
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +27,7 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.settings import bounds, criterion
 from megatron_rc.settings.criteria import CRITERIA, K1
 from tests.correction.test_added_criterion import SEQ_MIN
-from tests.correction.test_shards import assert_as_expected
-from tests.parallel import test_cp_groups, test_processor
+from tests.parallel import test_processor
 from tests.support import training_oracle
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import correct
@@ -383,26 +381,6 @@ def packed_on_this_rank():
 
 
 CONFIG = RolloutCorrectionConfig.decoupled_seq_is_rs()
-
-
-def corrected_in_groups_of_the_page(batches):
-    """A mix of CP sizes, with the groups that the page's functions find."""
-    from megatron.core import parallel_state
-
-    page = run("docs/library.md", 7)
-    _, made = test_cp_groups.own_groups()
-    with mock.patch.dict(parallel_state._HYBRID_DP_CP_GROUPS, {2: made[2]}):
-        layouts = {size: page["packed_layout"]([0, 8], size) for size in (1, 2, 4)}
-    assert [layout.cp_size for layout in layouts.values()] == [1, 2, 4]
-    groups_of_page = page["groups_of_the_correction"](), {size: layout.cp_group for size, layout in layouts.items()}
-    with mock.patch.object(test_cp_groups, "own_groups", return_value=groups_of_page):
-        return test_cp_groups.correct_dealt(batches)[0]
-
-
-def test_the_library_page_has_cp_groups_of_micro_batches(ranks):
-    clear = {"sequence": clear_batch("sequence")}
-    batches = {"sequence": clear["sequence"][0]}
-    assert_as_expected(ranks.run(corrected_in_groups_of_the_page, test_cp_groups.RANKS, batches), clear)
 
 
 def test_the_library_page_packs_whole_micro_batches():

@@ -130,7 +130,7 @@ RUN_BY = {
     "docs/data.md": ("launch/test_own_modules.py", 2),
     "docs/attribution.md": ("attribution/test_attribute.py", 1),
     "docs/distillation.md": ("test_distillation_page.py", 1),
-    "docs/library.md": ("test_docs.py", 8),
+    "docs/library.md": ("test_docs.py", 7),
     "docs/models.md": ("launch/test_export.py", 1),
     "docs/presets.md": ("test_docs.py", 4),
     "docs/rollouts.md": ("test_docs.py", 3),
