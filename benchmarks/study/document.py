@@ -188,20 +188,10 @@ def _tests_columns(block: Block, compared_kinds: dict[tuple[str, ...], Compariso
             return ""
         return other[1].title if other[0] is kind[0] else other[0].title
 
-    def difference(measure: str) -> Cell:
+    def of_comparison(measure: str, words: Callable[[Comparison], str]) -> Cell:
         def cell(kind: Kind, of_kind: Sequence[Outcome]) -> str:
             comparison = compared_kinds.get(comparison_key(block, kind, measure))
-            if comparison is None:
-                return ""
-            found = comparison.difference
-            return f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})".replace("-", "−")
-
-        return cell
-
-    def verdict_of_test(measure: str) -> Cell:
-        def cell(kind: Kind, of_kind: Sequence[Outcome]) -> str:
-            comparison = compared_kinds.get(comparison_key(block, kind, measure))
-            return "" if comparison is None else f"{comparison.verdict}, p {comparison.p:.2g}"
+            return "" if comparison is None else words(comparison)
 
         return cell
 
@@ -211,10 +201,15 @@ def _tests_columns(block: Block, compared_kinds: dict[tuple[str, ...], Compariso
     for name, measure in measures_of(block).items():
         columns += [
             _of_seeds(name, measure),
-            ("difference (95 %)", difference(name)),
-            ("verdict", verdict_of_test(name)),
+            ("difference (95 %)", of_comparison(name, _difference)),
+            ("verdict", of_comparison(name, lambda comparison: f"{comparison.verdict}, p {comparison.p:.2g}")),
         ]
     return [*columns, *(_mean_of(measure) for measure in block.means)]
+
+
+def _difference(comparison: Comparison) -> str:
+    difference = comparison.difference
+    return f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})".replace("-", "−")
 
 
 def _evaluations_columns(of_block: Sequence[Outcome]) -> list[Column]:

@@ -21,8 +21,8 @@ STOPPED = 4
 def register(mismatch: Mismatch) -> None:
     """Make ``--rollout-engine study-NAME`` known to this process."""
     arguments = mismatch.engine or {}
-    engine = partial(LateEngine if "late" in arguments else StudyEngine, **arguments)
-    registry.ENGINES[f"study-{mismatch.name}"] = registry.EngineKind(engine)
+    engine: type[StudyEngine] = LateEngine if "late" in arguments else StudyEngine
+    registry.ENGINES[f"study-{mismatch.name}"] = registry.EngineKind(partial(engine, **arguments))
 
 
 def main(words: Sequence[str]) -> None:
