@@ -37,7 +37,7 @@ OLDEST = 8
 _TIMES_FROM = 1 << 36
 _DROPS_FROM = 1 << 37
 # Pacing looks at most this often for weights whose response takes as long as they are old.
-_ROUNDS = 3
+_ROUNDS = 2
 
 
 def normal_noise(count: int, seed: int) -> list[float]:
