@@ -45,7 +45,8 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu quarter-gpu \
-	wheels bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic study-bonus study-experts study-working study-hard study-smollm2 format clean
+	wheels bench-peers peers coverage fuzz lint docs docs-links study study-all study-baselines study-long study-realistic \
+	study-bonus study-experts study-working study-selection study-hard study-int8 study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -81,12 +82,18 @@ study-baselines study-long study-realistic study-bonus study-experts: $(INSTALLE
 study-working: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study working_short working_long $(if $(DATA),--data $(DATA))
 
-# SmolLM2 with rollouts of weights up to eight steps old: three runs, written to docs/study_hard.json.
-study-hard:
-	$(MAKE) study-smollm2 ENGINE=transformers
+# Which responses train if the late ones wait, are paced or are dropped: 30 runs, written to docs/study_selection.json.
+study-selection: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study selection $(if $(DATA),--data $(DATA))
 
+# SmolLM2, two runs at a time: with rollouts of weights up to eight steps old, three runs, and with rollouts of
+# weights in int8, twelve runs; written to docs/study_hard.json and docs/study_int8.json. A run needs 5.7 GiB.
+study-hard study-int8:
+	$(MAKE) study-smollm2 ENGINE=transformers BLOCK=$(@:study-%=%)
+
+BLOCK = hard
 study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
-	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) $(if $(DATA),--data $(DATA))
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study $(BLOCK) --model $(SMOLLM2) $(if $(DATA),--data $(DATA))
 
 # Compiled modules are kept: every worker, launcher and rank of a run would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.settings import POLICY_FILE, ROOT
+from benchmarks.study.design import POLICY_FILE, ROOT
 
 SEEDS = (1, 2, 3)
 STEPS = 60

@@ -12,13 +12,16 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import comparison, document, engine, queue, results, settings
+from benchmarks.study import comparison, document, engine, late, queue, results, settings
+from benchmarks.study.design import LATE_FILE, POLICY_FILE
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.records.rollout import SamplingParams
 from tests.support.paths import ROOT
 
 RUNS = list(settings.runs_of(settings.BLOCKS.values()))
@@ -44,7 +47,7 @@ def test_every_run_can_start(monkeypatch, tmp_path):
     monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
     monkeypatch.chdir(ROOT)
     configured = set()
-    for run in RUNS:  # one of each mismatch and of each setting
+    for run in (run for run in RUNS if not run.setting.needs_model):  # one of each mismatch and of each setting
         kinds = {run.mismatch.name, run.setting.name}
         if kinds <= configured:
             continue
@@ -67,9 +70,20 @@ def made(tmp_path):
     launch = SimpleNamespace(runs_dir=str(tmp_path), run_name="", device=torch.device("cpu"))
 
     def make(task_name="", **mismatch):
-        config = SimpleNamespace(launch=launch, replays_rollouts=False, task=SimpleNamespace(task=task_name))
+        config = SimpleNamespace(
+            launch=launch,
+            replays_rollouts=False,
+            task=SimpleNamespace(task=task_name),
+            rollouts=SimpleNamespace(sequences=NUM_LATE),
+            engine=SimpleNamespace(rollout_url=None, rollout_engine="study"),
+            guards=SimpleNamespace(bad_samples="drop"),
+            model=SimpleNamespace(vocab_size=task.text.size),
+            correction=SimpleNamespace(bad_log_probs="error"),
+        )
         inputs = EngineInputs(config, model, task.text, 0)
-        study_engine = engine.StudyEngine(inputs, **mismatch)
+        kind = late.LateEngine if "late" in mismatch else engine.StudyEngine
+        study_engine = kind(inputs, **mismatch)
+        study_engine.config = config  # for tests of the launcher's part
         torch.manual_seed(0)
         exact = TransformersEngine(model, "fp32", task.text.ends, task.text.pad, launch.device)
         for parameter in exact.model.parameters():
@@ -131,14 +145,114 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     assert total > 0.5
 
 
+# Late responses.
+
+
+def test_times_grow_with_the_length_and_the_closed_form_is_their_distribution():
+    noise = late.normal_noise(20_000, seed=7)
+    assert noise == late.normal_noise(20_000, seed=7)
+    assert noise[:3] != late.normal_noise(3, seed=8)
+    assert late.time_of(128, 0.0) == 4
+    assert late.time_of(64, 1.0) == pytest.approx(2 * math.exp(0.3))
+    for length in (100, 110, 128):
+        normal = 0.5 * (1 + math.erf(math.log(4.7 * 128 / (4 * length)) / 0.3 / math.sqrt(2)))
+        assert late.chance_in_time(length) == pytest.approx(normal)
+        share = sum(late.time_of(length, z) <= late.LIMIT for z in noise) / len(noise)
+        assert share == pytest.approx(normal, abs=0.015)
+
+
+NUM_LATE = 64
+PROMPTS = [[3 + index % 10, 4] for index in range(NUM_LATE)]
+
+
+@pytest.fixture
+def late_engine(made, monkeypatch):
+    """A late engine with weights of some versions, by its policy; a response of 15 tokens takes about 5 steps."""
+    monkeypatch.setattr(late, "STEPS", 40.0)
+
+    def make(policy, versions=(0,)):
+        made_engine, exact = made(late=policy)
+        for version in versions:
+            for parameter in exact.model.parameters():
+                parameter.mul_(0.9)
+            made_engine.load_weights(weights_of(exact), version)
+        return made_engine
+
+    return make
+
+
+def sampled(made_engine, prompts=PROMPTS, seed=5):
+    return made_engine.sample(prompts, SamplingParams(), late.LONG, seed)
+
+
+def times_of(samples):
+    noise = late.normal_noise(len(samples), seed=5)
+    return [late.time_of(len(sample.token_ids), z) for sample, z in zip(samples, noise, strict=True)]
+
+
+def test_dropping_leaves_out_what_is_late_and_tells_the_expected_rates(late_engine):
+    waited = sampled(late_engine("wait"))
+    dropping = late_engine("drop")
+    dropped = sampled(dropping)
+    assert [sample.token_ids for sample in dropped] == [sample.token_ids for sample in waited]
+    assert {sample.fault for sample in waited} == {None}
+    is_late = [sample.fault is not None for sample in dropped]
+    assert is_late == [time > late.LIMIT for time in times_of(waited)]
+    assert 0 < sum(is_late) < NUM_LATE
+    chances = sorted((len(sample.token_ids), late.chance_in_time(len(sample.token_ids))) for sample in waited)
+    (row,) = [json.loads(line) for line in dropping.policy_file.with_name(LATE_FILE).read_text().splitlines()]
+    quarter = NUM_LATE // 4
+    assert row["expected/shortest"] == pytest.approx(sum(chance for _, chance in chances[:quarter]) / quarter)
+    assert row["expected/longest"] == pytest.approx(sum(chance for _, chance in chances[-quarter:]) / quarter)
+    assert {sample.fault for sample in sampled(dropping, PROMPTS[:20])} == {None}, "an evaluation is never late"
+
+    # The launcher drops them, and keeps their lengths for its account.
+    good_samples = GoodSamples(dropping.config, dropping, CountUp(seed=0).text.ends, replica=0)
+    used = good_samples(PROMPTS, SamplingParams(), late.LONG, 5)
+    assert [not sample.token_ids for sample in used] == is_late
+    lengths = [sample.bad_lengths for sample in used]
+    expected = [(len(sample.token_ids),) if late else () for sample, late in zip(waited, is_late, strict=True)]
+    assert lengths == expected
+
+
+def test_dropping_at_random_leaves_out_as_many_whatever_their_length(late_engine):
+    waited = sampled(late_engine("wait"))
+    dropped = sampled(late_engine("drop_random"))
+    share = sum(late.chance_in_time(len(sample.token_ids)) for sample in waited) / NUM_LATE
+    num_used = sum(sample.fault is None for sample in dropped)
+    assert num_used / NUM_LATE == pytest.approx(share, abs=0.15)
+    shortest_late = min(len(sample.token_ids) for sample in dropped if sample.fault)
+    assert late.chance_in_time(shortest_late) > 0.99, "short responses are dropped as well"
+
+
+def test_a_paced_response_is_of_weights_as_old_as_it_takes(late_engine):
+    versions = (0, 2, 4, 6, 8, 10, 12)
+    pacing = late_engine("pace", versions)
+    assert list(pacing.kept_weights) == [4, 6, 8, 10, 12]
+    paced = sampled(pacing)
+    waited = sampled(late_engine("wait", versions))
+    ages = []
+    num_as_old = 0
+    for index, (sample, time) in enumerate(zip(paced, times_of(paced), strict=True)):
+        (version,) = set(sample.versions)
+        ages.append(12 - version)
+        num_as_old += version == pacing.weights_of_age(time)
+        if version == 12:
+            assert sample.token_ids == waited[index].token_ids
+    assert set(ages) == {0, 2, 4, 6, 8} or set(ages) == {2, 4, 6, 8}
+    assert num_as_old > 0.8 * NUM_LATE
+    assert pacing.weights_of_age(0.5) == 10
+    assert pacing.weights_of_age(30) == 4
+
+
 # The queue.
 
 
 @pytest.fixture
 def two_steps():
     """A short run without mismatch."""
-    kind = dataclasses.replace(settings.NONE, flags=(*settings.NONE.flags, "--train-iters=2", "--eval-interval=2"))
-    return dataclasses.replace(MAIN[0], mismatch=kind)
+    short = dataclasses.replace(settings.NONE, more_flags=("--train-iters=2", "--eval-interval=2"))
+    return dataclasses.replace(MAIN[0], mismatch=short)
 
 
 @pytest.mark.processes
@@ -182,7 +296,7 @@ def finished_run(folder, run, rewards=(0.1, 0.5)):
     (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     policy = [{"step": 10 * number, "reward": reward, "right": reward / 2} for number, reward in enumerate(rewards)]
     lines = [*policy, {"step": 15, "reward": 0.0, "right": 0.0}, {"step": 18, "reward": rewards[-1], "right": 0.25}]
-    (run_folder / settings.POLICY_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    (run_folder / POLICY_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in lines))
 
 
 def measured(run, folder, error=None):
@@ -235,23 +349,65 @@ def test_chances_are_corrected_for_their_number():
     assert comparison.holm(chances) == pytest.approx({("b",): 0.04, ("a",): 0.06, ("c",): 0.06, ("d",): 0.9})
 
 
+REWARDS = {"token_tis": 0.9, "bypass": 0.1, "late_drop": 0.2}
+
+
+def made_outcome(run):
+    """An outcome with the reward of its correction or mismatch, and a small difference for each seed."""
+    reward = REWARDS.get(run.mismatch.name, REWARDS.get(run.correction.name, 0.5)) + run.seed / 1000
+    policy = [(0, reward), (200, reward)]
+    return results.Outcome(*run.key, "", "", 1.0, None, policy, {}, right=policy)
+
+
+def row_of(table, *cells):
+    return next(line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |"))
+
+
 def test_verdicts_of_five_seeds_wait_for_all_runs():
-    rewards = {"uncorrected": 0.5, "token_tis": 0.9, "bypass": 0.1}
-    outcomes = []
-    for block in settings.WORKING_BLOCKS:
-        for run in block.runs:
-            reward = rewards.get(run.correction.name, 0.5) + run.seed / 1000
-            policy = [(0, reward), (200, reward)]
-            outcomes.append(results.Outcome(*run.key, "", "", 1.0, None, policy, {}, right=policy))
-    assert comparison.comparisons(outcomes[:-1], settings.WORKING_BLOCKS) == {}
-    compared = comparison.comparisons(outcomes, settings.WORKING_BLOCKS)
+    family = settings.family_of(settings.WORKING_SHORT)
+    assert family == [settings.WORKING_SHORT, settings.WORKING_LONG]
+    outcomes = [made_outcome(run) for run in settings.runs_of(family)]
+    assert comparison.comparisons(outcomes[:-1], family) == {}
+    compared = comparison.comparisons(outcomes, family)
     assert len(compared) == 2 * 4 * 7 * 3
     for (_, _, how, _), verdict in compared.items():
         expected = {"token_tis": "better", "bypass": "worse"}.get(how, "undecided")
         assert verdict.verdict == expected
-    table = document.table(outcomes, settings.WORKING_BLOCKS[0])
-    row = next(line for line in table.splitlines() if line.startswith("| weights up to 8 steps old | token TIS |"))
+    table = document.table(outcomes, settings.WORKING_SHORT)
+    row = row_of(table, "weights up to 8 steps old", "token TIS")
     assert "| 0.90 (0.90 to 0.91) | +0.40 (+0.40 to +0.40) | better, p " in row
+    assert "Of the 84 comparisons in this table: 12 better, 12 worse, 60 undecided." in table
+
+
+def test_a_part_of_a_block_is_shown_with_the_runs_that_are_missing():
+    block = settings.WORKING_LONG
+    made = [made_outcome(run) for run in block.runs if run.seed == 1 or run.key[1:] == ("stale_4", "bypass", 2)]
+    made[1] = dataclasses.replace(made[1], error="error: it failed")
+    table = document.table(made, block)
+    assert "34 of 165 runs" in table
+    assert "Not made yet: seed 2: `none-uncorrected`, `stale_4-uncorrected`" in table
+    assert "`stale_4-bypass`" not in table
+    assert "; seed 3: all; seed 4: all; seed 5: all." in table
+    assert "An error ended `stale_4-uncorrected` with seed 1 after step 200." in table
+    assert table.endswith("No verdict before all 330 runs of `docs/study_working.json` are made.\n")
+    assert not re.search("better|worse|undecided", table)
+
+
+def test_ways_to_live_with_late_responses_are_compared_with_each_other():
+    block = settings.SELECTION
+    table = document.table([made_outcome(run) for run in block.runs], block)
+    for cells in (
+        ("waiting", "without correction", ""),
+        ("pacing", "without correction", "waiting"),
+        ("pacing", "token TIS", "without correction"),
+        ("dropping", "without correction", "waiting"),
+        ("dropping", "token TIS", "without correction"),
+        ("dropping at random", "without correction", "dropping"),
+    ):
+        row_of(table, *cells)
+    assert "worse, p " in row_of(table, "dropping", "without correction")
+    assert "better, p " in row_of(table, "dropping at random", "without correction")
+    assert "Of the 15 comparisons in this table: 6 better, 3 worse, 6 undecided." in table
 
 
 # The committed files.
@@ -263,8 +419,8 @@ def committed(name="study.json"):
 
 
 def test_the_data_are_of_the_designs_runs():
-    for name in ("study.json", "study_hard.json", "study_working.json"):
-        blocks = [block for block in [*settings.BLOCKS.values(), settings.HARD] if block.data == name]
+    for name in {block.data for block in settings.BLOCKS.values()}:
+        blocks = [block for block in settings.BLOCKS.values() if block.data == name]
         flags = {run.key: " ".join(run.flags) for run in settings.runs_of(blocks)}
         assert all(flags[outcome.key] == outcome.flags for outcome in committed(name))
         assert len({outcome.key for outcome in committed(name)}) == len(committed(name))
@@ -272,7 +428,7 @@ def test_the_data_are_of_the_designs_runs():
     assert all(outcome.policy[-1][0] == last[outcome.setting] for outcome in committed() if outcome.error is None)
 
 
-@pytest.mark.parametrize("block", [*settings.BLOCKS.values(), settings.HARD], ids=lambda block: block.name)
+@pytest.mark.parametrize("block", settings.BLOCKS.values(), ids=lambda block: block.name)
 def test_the_page_has_the_tables_of_the_data(block):
     data = committed(block.data)
     _, begin, after = (ROOT / "docs" / "study.md").read_text().partition(f"{document.begin_of(block)}\n")

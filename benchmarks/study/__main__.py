@@ -7,21 +7,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.study.design import ROOT
 from benchmarks.study.document import put_table, table
 from benchmarks.study.pictures import draw_all
 from benchmarks.study.queue import StudyError, run_all
 from benchmarks.study.results import read
-from benchmarks.study.settings import BLOCKS, HARD, ROOT, runs_of
+from benchmarks.study.settings import BLOCKS, MAIN, runs_of
 
 DOCS = ROOT / "docs"
-DATA = DOCS / "study.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the runs and write the documents; end the process with 1 and a sentence if a run fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
-    parser.add_argument("blocks", nargs="*", choices=[*BLOCKS, "all", "none"], default="main", help="default: main")
-    parser.add_argument("--hard", type=Path, metavar="DIR", help="the harder task alone, with SmolLM2 from this folder")
+    parser.add_argument(
+        "blocks",
+        nargs="*",
+        choices=[*BLOCKS, "all", "none"],
+        default="main",
+        help="default: main; all: those without --model",
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="folder of SmolLM2, for the blocks that train it")
     parser.add_argument(
         "--data", type=Path, help="file of finished runs, which are not repeated; default: the study's own in docs/"
     )
@@ -30,16 +36,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.at_once < 1:
         parser.error(f"--at-once {args.at_once}: take 1 or more")
-    if args.hard and not (args.hard / "config.json").is_file():
-        parser.error(f"--hard {args.hard}: no config.json there, see make study-hard")
     names = [args.blocks] if isinstance(args.blocks, str) else args.blocks
-    blocks = [HARD] if args.hard else [block for name, block in BLOCKS.items() if {name, "all"} & {*names}]
-    model = [f"--load-hf={args.hard.resolve()}"] if args.hard else []
+    blocks = [BLOCKS[name] for name in names if name in BLOCKS]
+    if "all" in names:
+        blocks = [block for block in BLOCKS.values() if not block.setting.needs_model]
+    model = args.model.resolve() if args.model else None
+    has_model = model is not None and (model / "config.json").is_file()
+    if any(block.setting.needs_model for block in blocks) and not has_model:
+        parser.error(f"--model {args.model}: no config.json there, see make study-hard")
+
     for name in dict.fromkeys(block.data for block in blocks):
         data = (args.data or DOCS / name).resolve()
         runs = list(runs_of(block for block in blocks if block.data == name))
         try:
-            run_all(runs, data, args.runs.resolve(), args.at_once, say, *model)
+            run_all(runs, data, args.runs.resolve(), args.at_once, say, model)
         except StudyError as error:
             sys.stderr.write(f"error: {error}\n")
             sys.exit(1)
@@ -52,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def write_documents() -> None:
     """Write the tables and figures of docs/study.md."""
-    for block in [*BLOCKS.values(), HARD]:
+    for block in BLOCKS.values():
         put_table(read(DOCS / block.data), DOCS / "study.md", block)
-    draw_all(read(DATA), DOCS)
+    draw_all(read(DOCS / MAIN.data), DOCS)
     say(f"written to {DOCS}: the tables in study.md, and the figures")
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of kinds of run with five seeds: differences of means, by Welch's t-test with Holm's correction."""
+"""Comparisons of kinds of run by tests: differences of means, by Welch's t-test with Holm's correction."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import fmean, variance
 
 import mpmath
 
+from benchmarks.study.design import FAMILY_ERROR, Block, Kind, Run
 from benchmarks.study.results import Outcome
-from benchmarks.study.settings import FAMILY_ERROR, Block
 
 # The three measures of a kind of run that are compared.
 MEASURED: Mapping[str, Callable[[Outcome], float]] = {
@@ -83,7 +83,7 @@ def holm(chances: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], floa
 
 @dataclass(frozen=True)
 class Comparison:
-    """A correction beside no correction, in one measure; ``p`` is corrected for the whole family."""
+    """A kind of run beside another one, in one measure; ``p`` is corrected for the whole family."""
 
     difference: Difference
     p: float
@@ -96,6 +96,11 @@ class Comparison:
         return "better" if self.difference.mean > 0 else "worse"
 
 
+def measures_of(block: Block) -> dict[str, Callable[[Outcome], float]]:
+    """The measures that a block's tests compare, by their titles."""
+    return {name: MEASURED[name] for name in block.measures or MEASURED}
+
+
 def comparisons(outcomes: Iterable[Outcome], blocks: Sequence[Block]) -> dict[tuple[str, ...], Comparison]:
     """Every comparison of a family of blocks, by (setting, mismatch, correction, measure).
 
@@ -106,17 +111,21 @@ def comparisons(outcomes: Iterable[Outcome], blocks: Sequence[Block]) -> dict[tu
         return {}
     differences: dict[tuple[str, ...], Difference] = {}
     for block in blocks:
-        for mismatch, correction in block.kinds:
-            against = next(
-                (how for kind, how in block.kinds if kind is mismatch and how.name == correction.against), correction
-            )
-            if against is correction:
+        for kind in block.kinds:
+            other_kind = block.compared_with(*kind)
+            if other_kind is None:
                 continue
-            for name, measure in MEASURED.items():
-                values, others = (
-                    [measure(by_key[block.setting.name, mismatch.name, how.name, seed]) for seed in block.seeds]
-                    for how in (correction, against)
-                )
-                differences[block.setting.name, mismatch.name, correction.name, name] = difference_of(values, others)
+            outcomes_of_kind = [by_key[Run(block.setting, *kind, seed).key] for seed in block.seeds]
+            outcomes_of_other = [by_key[Run(block.setting, *other_kind, seed).key] for seed in block.seeds]
+            for name, measure in measures_of(block).items():
+                values = [measure(outcome) for outcome in outcomes_of_kind]
+                others = [measure(outcome) for outcome in outcomes_of_other]
+                differences[comparison_key(block, kind, name)] = difference_of(values, others)
     corrected = holm({name: difference.p for name, difference in differences.items()})
     return {name: Comparison(difference, corrected[name]) for name, difference in differences.items()}
+
+
+def comparison_key(block: Block, kind: Kind, measure: str) -> tuple[str, ...]:
+    """The key of a kind's comparison in one measure."""
+    mismatch, correction = kind
+    return block.setting.name, mismatch.name, correction.name, measure

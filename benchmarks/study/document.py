@@ -1,20 +1,38 @@
-"""The tables of docs/study.md, from the outcomes."""
+"""The tables of docs/study.md, from the outcomes: a line for each kind of run, by the columns of its block."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.study.comparison import MEASURED, comparisons
+from benchmarks.study.comparison import Comparison, comparison_key, comparisons, measures_of
+from benchmarks.study.design import Block, Correction, Kind, Mismatch
 from benchmarks.study.results import Outcome, apart, reference_of, verdict
-from benchmarks.study.settings import HARD, SEEDS, WORKING_BLOCKS, Block, Correction, Mismatch
+from benchmarks.study.settings import family_of
 
 END = "<!-- end of the table -->"
 _VERDICTS = ("collapsed", "degraded", "sound")
-_MEANS = {"kl": "KL", "k3": "k3", "ess": "ESS", "rejected": "rejected", "grad_norm": "gradient norm"}
+# Titles of measures.
+_TITLES = {
+    "kl": "KL",
+    "k3": "k3",
+    "ess": "ESS",
+    "rejected": "rejected",
+    "grad_norm": "gradient norm",
+    "inclusion_longest": "inclusion of the longest quarter",
+    "inclusion_shortest": "of the shortest quarter",
+    "expected_longest": "expected",
+    "expected_shortest": "expected",
+    "prompts_without": "prompts without a response",
+    "age": "age in steps",
+}
+_RANGES_MEANS = ("kl", "k3", "ess", "rejected", "grad_norm")
+# Content of a column for a kind of run, from the kind and the outcomes of its seeds.
+Cell = Callable[[Kind, Sequence[Outcome]], str]
+Column = tuple[str, Cell]
 
 
 def begin_of(block: Block) -> str:
@@ -37,116 +55,182 @@ def put_table(outcomes: Iterable[Outcome], page: Path, block: Block) -> None:
 
 
 def table(outcomes: Iterable[Outcome], block: Block) -> str:
-    """The table of a block in Markdown, and a sentence about its runs."""
-    outcomes = list(outcomes)
+    """The table of a block in Markdown, and sentences about its runs."""
     by_key = {outcome.key: outcome for outcome in outcomes}
-    own = [by_key[run.key] for run in block.runs if run.key in by_key]
-    if block is HARD:
-        lines = _hard_lines(own, block)
-    elif block in WORKING_BLOCKS:
-        lines = _tested_lines(outcomes, own, block)
+    of_block = [by_key[run.key] for run in block.runs if run.key in by_key]
+    compared_kinds: dict[tuple[str, ...], Comparison] = {}
+    if block.table == "tests":
+        compared_kinds = comparisons(by_key.values(), family_of(block))
+        columns = _tests_columns(block, compared_kinds)
+    elif block.table == "evaluations":
+        columns = _evaluations_columns(of_block)
     else:
-        lines = _lines(own, block)
-    return "\n".join([*lines, "", _count(own, block), ""])
+        columns = _ranges_columns(block, of_block)
+
+    lines = [f"| {' | '.join(title for title, _ in columns)} |", "|---" * len(columns) + "|"]
+    for kind in block.kinds:
+        of_kind = seeds_of(of_block, *kind)
+        if of_kind:
+            lines.append(f"| {' | '.join(cell(kind, of_kind) for _, cell in columns)} |")
+    sentences = [_count(of_block, block)]
+    if block.table == "tests" and of_block:
+        sentences += _of_tests(of_block, block, compared_kinds)
+    return "\n".join([*lines, "", " ".join(sentences), ""])
 
 
-def _count(own: Sequence[Outcome], block: Block) -> str:
+def seeds_of(outcomes: Iterable[Outcome], mismatch: Mismatch, correction: Correction) -> list[Outcome]:
+    """The outcomes of a kind of run."""
+    return [outcome for outcome in outcomes if outcome.key[1:3] == (mismatch.name, correction.name)]
+
+
+def _count(of_block: Sequence[Outcome], block: Block) -> str:
     """The number of runs and their time, and the runs that are missing."""
-    made = {outcome.key for outcome in own}
-    lacking = dict[str, list[str]]()
+    seconds = sum(outcome.seconds for outcome in of_block)
+    each = f", {seconds / len(of_block):.0f} each" if of_block else ""
+    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
+    if not of_block:
+        return f"{text} The others are not made yet."
+    made = {outcome.key for outcome in of_block}
+    missing: dict[int, list[str]] = {}
     for run in block.runs:
         if run.key not in made:
-            lacking.setdefault(f"`{run.mismatch.name}-{run.correction.name}`", []).append(str(run.seed))
-    seconds = sum(outcome.seconds for outcome in own)
-    each = f", {seconds / len(own):.0f} each" if own else ""
-    text = f"{len(own)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
-    if len(own) < len(block.runs) / 2:
-        return f"{text} The others are not made yet."
-    names = "; ".join(f"{kind} {', '.join(seeds)}" for kind, seeds in lacking.items())
-    return f"{text} Not made yet, with their seeds: {names}." if lacking else text
+            missing.setdefault(run.seed, []).append(f"`{run.mismatch.name}-{run.correction.name}`")
+    if not missing:
+        return text
+    of_seeds = []
+    for seed, names in missing.items():
+        of_seeds.append(f"seed {seed}: {'all' if len(names) == len(block.kinds) else ', '.join(names)}")
+    return f"{text} Not made yet: {'; '.join(of_seeds)}."
 
 
-def _lines(own: Sequence[Outcome], block: Block) -> list[str]:
-    """A line for each kind of run, with the mean, the smallest and the largest value of its seeds."""
-    titles = ("mismatch", "correction", "reward of the last weights", "", "over the run", "compared", *_MEANS.values())
-    reference = reference_of(own)
-    lines = [f"| {' | '.join(titles)} | entropy |", "|---" * (len(titles) + 1) + "|"]
-    for kind, how in block.kinds:
-        found = seeds_of(own, kind, how)
-        if not found:
-            continue
-        counts = Counter(verdict(one, reference) for one in found)
-        said = ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
-        means = [_spread([one.mean(measure) for one in found]) for measure in _MEANS]
-        ends = [one.final for one in found]
-        runs = [one.over_the_run for one in found]
-        entropy = _spread([one.at_the_end("entropy") for one in found])
-        cells = [kind.title, how.title, _spread(ends), said, _spread(runs), compared(own, block, kind, how)]
-        lines.append(f"| {' | '.join([*cells, *means, entropy])} |")
-    return lines
+def _of_tests(
+    of_block: Sequence[Outcome], block: Block, compared_kinds: dict[tuple[str, ...], Comparison]
+) -> list[str]:
+    """Sentences about the runs that ended by an error, and about the verdicts, if it is time for them."""
+    sentences = []
+    for outcome in of_block:
+        if outcome.error is not None:
+            name = f"`{outcome.mismatch}-{outcome.correction}` with seed {outcome.seed}"
+            sentences.append(f"An error ended {name} after step {outcome.policy[-1][0]}.")
+    if not compared_kinds:
+        total = sum(len(other.runs) for other in family_of(block))
+        return [*sentences, f"No verdict before all {total} runs of `docs/{block.data}` are made."]
+    verdicts = []
+    for kind in block.kinds:
+        for measure in measures_of(block):
+            comparison = compared_kinds.get(comparison_key(block, kind, measure))
+            if comparison is not None:
+                verdicts.append(comparison.verdict)
+    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("better", "worse", "undecided"))
+    return [*sentences, f"Of the {len(verdicts)} comparisons in this table: {counts}."]
 
 
-def seeds_of(outcomes: Iterable[Outcome], kind: Mismatch, how: Correction) -> list[Outcome]:
-    """The outcomes of a kind of run."""
-    return [one for one in outcomes if (one.mismatch, one.correction) == (kind.name, how.name)]
+# The columns of each sort of table.
+
+_MISMATCH: Column = ("mismatch", lambda kind, of_kind: kind[0].title)
+_CORRECTION: Column = ("correction", lambda kind, of_kind: kind[1].title)
 
 
-def compared(own: Sequence[Outcome], block: Block, kind: Mismatch, how: Correction) -> str:
+def _of_seeds(title: str, measure: Callable[[Outcome], float]) -> Column:
+    """The mean, the smallest and the largest value of the seeds."""
+    return title, lambda kind, of_kind: _spread([measure(outcome) for outcome in of_kind])
+
+
+def _mean_of(measure: str) -> Column:
+    """The mean of a measure over the whole run."""
+    return _of_seeds(_TITLES[measure], lambda outcome: outcome.mean(measure))
+
+
+def _ranges_columns(block: Block, of_block: Sequence[Outcome]) -> list[Column]:
+    """Verdicts on each run, and comparisons by the ranges of the seeds."""
+    reference = reference_of(of_block)
+
+    def verdicts(kind: Kind, of_kind: Sequence[Outcome]) -> str:
+        counts = Counter(verdict(outcome, reference) for outcome in of_kind)
+        return ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
+
+    return [
+        _MISMATCH,
+        _CORRECTION,
+        _of_seeds("reward of the last weights", lambda outcome: outcome.final),
+        ("", verdicts),
+        _of_seeds("over the run", lambda outcome: outcome.over_the_run),
+        ("compared", lambda kind, of_kind: compared_by_ranges(of_block, block, kind)),
+        *(_mean_of(measure) for measure in _RANGES_MEANS),
+        _of_seeds("entropy", lambda outcome: outcome.at_the_end("entropy")),
+    ]
+
+
+def compared_by_ranges(of_block: Sequence[Outcome], block: Block, kind: Kind) -> str:
     """How a kind of run ended and how fast it learned, beside the kind that it is compared with.
 
-    Empty with fewer than all seeds of the study, or if it is compared with nothing in the block.
+    Empty for a block of one seed, with fewer runs than seeds, and if it is compared with nothing in the block.
     """
-    other = next((one for at, one in block.kinds if at is kind and one.name == how.against), how)
-    found = seeds_of(own, kind, how)
-    others = seeds_of(own, kind, other)
-    if other is how or not len(found) == len(others) == len(SEEDS):
+    other = block.compared_with(*kind)
+    if other is None or len(block.seeds) == 1:
         return ""
-    at_end = apart([one.final for one in found], [one.final for one in others])
-    on_way = apart([one.over_the_run for one in found], [one.over_the_run for one in others])
+    of_kind = seeds_of(of_block, *kind)
+    of_other = seeds_of(of_block, *other)
+    if not len(of_kind) == len(of_other) == len(block.seeds):
+        return ""
+    at_end = apart([outcome.final for outcome in of_kind], [outcome.final for outcome in of_other])
+    on_way = apart([outcome.over_the_run for outcome in of_kind], [outcome.over_the_run for outcome in of_other])
     words = [("", "better", "worse")[at_end], ("", "faster", "slower")[on_way]]
-    return f"{', '.join(filter(None, words))} than {other.title}" if any(words) else "undecided"
+    return f"{', '.join(filter(None, words))} than {other[1].title}" if any(words) else "undecided"
 
 
-def _tested_lines(outcomes: Sequence[Outcome], own: Sequence[Outcome], block: Block) -> list[str]:
-    """A line for each kind of run, with each measure's mean, and its difference from no correction."""
-    titles = ["mismatch", "correction"]
-    for measure in MEASURED:
-        titles += [measure, "difference (95 %)", "verdict"]
-    titles += ["k3", "ESS"]
-    compared_kinds = comparisons(outcomes, WORKING_BLOCKS)
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for mismatch, correction in block.kinds:
-        of_kind = seeds_of(own, mismatch, correction)
-        if not of_kind:
-            continue
-        cells = [mismatch.title, correction.title]
-        for name, measure in MEASURED.items():
-            cells.append(_spread([measure(outcome) for outcome in of_kind]))
-            comparison = compared_kinds.get((block.setting.name, mismatch.name, correction.name, name))
-            if comparison is None:
-                cells += ["", ""]
-                continue
-            difference = comparison.difference
-            cells.append(f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})".replace("-", "−"))
-            cells.append(f"{comparison.verdict}, p {comparison.p:.2g}")
-        cells += [_spread([outcome.mean(measure) for outcome in of_kind]) for measure in ("k3", "ess")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def _tests_columns(block: Block, compared_kinds: dict[tuple[str, ...], Comparison]) -> list[Column]:
+    """Each measure's mean, its difference from the kind that it is compared with, and the verdict of the test."""
+
+    def compared_title(kind: Kind, of_kind: Sequence[Outcome]) -> str:
+        other = block.compared_with(*kind)
+        if other is None:
+            return ""
+        return other[1].title if other[0] is kind[0] else other[0].title
+
+    def of_comparison(measure: str, words: Callable[[Comparison], str]) -> Cell:
+        def cell(kind: Kind, of_kind: Sequence[Outcome]) -> str:
+            comparison = compared_kinds.get(comparison_key(block, kind, measure))
+            return "" if comparison is None else words(comparison)
+
+        return cell
+
+    columns = [_MISMATCH, _CORRECTION]
+    if any(mismatch.against for mismatch, _ in block.kinds):
+        columns.append(("compared with", compared_title))
+    for name, measure in measures_of(block).items():
+        columns += [
+            _of_seeds(name, measure),
+            ("difference (95 %)", of_comparison(name, _difference)),
+            ("verdict", of_comparison(name, lambda comparison: f"{comparison.verdict}, p {comparison.p:.2g}")),
+        ]
+    return [*columns, *(_mean_of(measure) for measure in block.means)]
 
 
-def _hard_lines(own: Sequence[Outcome], block: Block) -> list[str]:
-    """A line for each run of the language model, with all its evaluations."""
-    steps = [step for step, _ in own[0].policy] if own else []
-    heads = [f"right at step {step}" for step in steps]
-    titles = ("correction", *heads, "KL: mean", "largest", "gradient norm", "seconds")
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    title_of = {how.name: how.title for _, how in block.kinds}
-    for one in own:
-        largest = math.nan if one.largest_kl is None else one.largest_kl
-        rewards = [f"{reward:.1%}" for _, reward in one.policy]
-        numbers = [f"{one.mean('kl'):.3f}", f"{largest:.3f}", f"{one.mean('grad_norm'):.2f}", f"{one.seconds:.0f}"]
-        lines.append(f"| {' | '.join([title_of[one.correction], *rewards, *numbers])} |")
-    return lines
+def _difference(comparison: Comparison) -> str:
+    difference = comparison.difference
+    return f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})".replace("-", "−")
+
+
+def _evaluations_columns(of_block: Sequence[Outcome]) -> list[Column]:
+    """All evaluations of a run; each kind has one seed."""
+
+    def right_at(index: int) -> Cell:
+        return lambda kind, of_kind: f"{of_kind[0].policy[index][1]:.1%}"
+
+    def largest_kl(kind: Kind, of_kind: Sequence[Outcome]) -> str:
+        largest = of_kind[0].largest_kl
+        return f"{math.nan if largest is None else largest:.3f}"
+
+    steps = [step for step, _ in of_block[0].policy] if of_block else []
+    return [
+        _CORRECTION,
+        *((f"right at step {step}", right_at(index)) for index, step in enumerate(steps)),
+        ("KL: mean", lambda kind, of_kind: f"{of_kind[0].mean('kl'):.3f}"),
+        ("largest", largest_kl),
+        ("gradient norm", lambda kind, of_kind: f"{of_kind[0].mean('grad_norm'):.2f}"),
+        ("seconds", lambda kind, of_kind: f"{of_kind[0].seconds:.0f}"),
+    ]
 
 
 def _spread(values: Sequence[float]) -> str:

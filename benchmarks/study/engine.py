@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.study.settings import POLICY_FILE, WINDOW
+from benchmarks.study.design import POLICY_FILE, WINDOW
 from benchmarks.study.task import LONG, CountOn, CountUp
 from megatron_rc.attribution import fp8_per_tensor
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.engines.registry import ENGINES, EngineInputs, EngineKind
+from megatron_rc.launch.engines.registry import EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
@@ -159,8 +159,3 @@ def _linear_weights(model: Any) -> set[str]:
     head = model.get_output_embeddings()
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return {f"{name}.weight" for name, module in layers if module is not head}
-
-
-def register(name: str, **mismatch: Any) -> None:
-    """Make ``--rollout-engine NAME`` known to this process."""
-    ENGINES[name] = EngineKind(partial(StudyEngine, **mismatch))

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.study.design import WINDOW, Correction
 from benchmarks.study.document import seeds_of
 from benchmarks.study.results import Outcome
 from benchmarks.study.settings import (
@@ -21,8 +22,6 @@ from benchmarks.study.settings import (
     STRONG,
     TOKEN_TIS,
     UNCORRECTED,
-    WINDOW,
-    Correction,
 )
 
 # The lines of the README's picture, and of the measures.
@@ -49,9 +48,9 @@ def draw_all(outcomes: Sequence[Outcome], folder: Path) -> None:
     """Draw the figures of the strong mismatches, without an entropy bonus and with it."""
     names = {MAIN.setting.name: "study", BONUS.name: "study_bonus"}
     for setting, name in names.items():
-        own = [one for one in outcomes if one.setting == setting]
-        draw_rewards(own, folder / f"{name}.png")
-        draw_measures(own, folder / f"{name}_measures.png")
+        of_setting = [outcome for outcome in outcomes if outcome.setting == setting]
+        draw_rewards(of_setting, folder / f"{name}.png")
+        draw_measures(of_setting, folder / f"{name}_measures.png")
 
 
 def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
@@ -60,11 +59,11 @@ def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
 
     figure = Figure(figsize=(11, 3.9), layout="constrained")
     axes = figure.subplots(1, len(STRONG), sharey=True)
-    reference = [dict(found.policy) for found in seeds_of(outcomes, NONE, UNCORRECTED)]
+    reference = [dict(outcome.policy) for outcome in seeds_of(outcomes, NONE, UNCORRECTED)]
     for axis, kind in zip(axes, STRONG, strict=True):
         _draw(axis, reference, "0.6", NONE.title, linestyle="--")
         for how, colour in _COLOURS.items():
-            _draw(axis, [dict(found.policy) for found in seeds_of(outcomes, kind, how)], colour, how.title)
+            _draw(axis, [dict(outcome.policy) for outcome in seeds_of(outcomes, kind, how)], colour, how.title)
         axis.set_title(kind.title)
         axis.set_ylim(-0.02, 1.02)
     axes[0].set_ylabel("reward of the trainer's policy")
@@ -80,8 +79,8 @@ def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
     for (measure, (title, scale)), axes in zip(_ROWS.items(), grid, strict=True):
         for axis, kind in zip(axes, STRONG, strict=True):
             for how, colour in _COLOURS.items():
-                own = [_points(found.curves[measure]) for found in seeds_of(outcomes, kind, how)]
-                _draw(axis, own, colour, how.title)
+                curves = [_points(outcome.curves[measure]) for outcome in seeds_of(outcomes, kind, how)]
+                _draw(axis, curves, colour, how.title)
             axis.set_yscale(scale, **({"linthresh": 0.1} if scale == "symlog" else {}))
         axes[0].set_ylabel(title)
     for axis, kind in zip(grid[0], STRONG, strict=True):

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.study.design import GAVE_UP, ROOT, Run
 from benchmarks.study.results import Outcome, measured, read, write
-from benchmarks.study.settings import GAVE_UP, ROOT, Run
 
 LOG = "log.txt"
 
@@ -32,7 +32,14 @@ def missing(runs: Sequence[Run], data: Path) -> list[Run]:
     return [run for run in runs if run.key not in made]
 
 
-def run_all(runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Callable[[str], None], *own: str) -> None:
+def run_all(
+    runs: Sequence[Run],
+    data: Path,
+    folder: Path,
+    at_once: int,
+    say: Callable[[str], None],
+    model: Path | None = None,
+) -> None:
     """Make the runs that a data file lacks, in the given order, and add each to the file as soon as it ends.
 
     Args:
@@ -41,7 +48,7 @@ def run_all(runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Ca
         folder: folder of the runs' own folders.
         at_once: number of runs at the same time.
         say: called with a line at every end of a run.
-        own: further flags of every run, which depend on the machine.
+        model: folder of the model, for settings that need one.
 
     Raises:
         StudyError: a run was killed, or its flags cannot work. Other running ones are ended and will be run again.
@@ -56,14 +63,15 @@ def run_all(runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Ca
         while waiting or under_way:
             while waiting and len(under_way) < at_once:
                 run = waiting.pop(0)
-                under_way[run] = _start(run, folder, own)
+                under_way[run] = _start(run, folder, model)
             time.sleep(0.2)
             for run, process in list(under_way.items()):
                 outcome = _end(run, process, folder, commit)
                 if outcome is None:
                     continue
                 del under_way[run]
-                write([*(one for one in read(data) if one.key != outcome.key), outcome], data)
+                others = [other for other in read(data) if other.key != outcome.key]
+                write([*others, outcome], data)
                 made = total - len(waiting) - len(under_way)
                 left = (time.monotonic() - begun) / made * (total - made) / 60
                 how = "finished" if outcome.error is None else f"ended: {outcome.error}"
@@ -84,14 +92,16 @@ def _commit() -> str:
     return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
 
 
-def _start(run: Run, folder: Path, own: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def _start(run: Run, folder: Path, model: Path | None) -> subprocess.Popen[bytes]:
     place = folder / run.name
     place.mkdir(parents=True, exist_ok=True)
+    # The folder is no part of the data's flags, because it depends on the machine.
+    of_model = [f"--load-hf={model}"] if run.setting.needs_model else []
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with (place / LOG).open("w", encoding="utf-8") as log:
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "benchmarks.study.trainer", *run.flags, *own),
+                *(sys.executable, "-m", "benchmarks.study.trainer", *run.flags, *of_model),
                 *(f"--runs-dir={folder}", f"--run-name={run.name}"),
             ],
             cwd=ROOT,

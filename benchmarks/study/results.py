@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.study.settings import APART_BY, COLLAPSE_SHARE, DEGRADED_BY, NONE, POLICY_FILE, WINDOW, Run
+from benchmarks.study.design import APART_BY, COLLAPSE_SHARE, DEGRADED_BY, LATE_FILE, POLICY_FILE, WINDOW, Run
+from benchmarks.study.settings import NONE
 
 Row = Mapping[str, float]
 # Measures of the curves, with their names in a run's metrics; ``ess`` is computed.
@@ -24,6 +25,15 @@ METRIC_OF = {
     "entropy": "policy/entropy",
 }
 MEASURES = (*METRIC_OF, "ess")
+# Further measures of runs with late responses; ``expected_…`` is what the engine expected, see ``LateEngine``.
+LATE_METRIC_OF = {
+    "inclusion_longest": "selection/inclusion_longest",
+    "inclusion_shortest": "selection/inclusion_shortest",
+    "prompts_without": "selection/prompts_without",
+    "age": "selection/staleness_mean",
+    "expected_longest": "expected/longest",
+    "expected_shortest": "expected/shortest",
+}
 _DIGITS = 4
 
 
@@ -43,7 +53,7 @@ class Outcome:
         policy: (step, reward of the trainer's policy), and of the last weights.
         right: (step, share of the policy's answers that are whole and right) of the same steps; empty in older runs.
         curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value. Runs of
-            the first edition lack some measures.
+            the first edition lack some measures; runs with late responses have those of ``LATE_METRIC_OF`` too.
         largest_kl: the largest KL of a step, or None without a finite value.
     """
 
@@ -111,20 +121,21 @@ def verdict(outcome: Outcome, reference: float) -> str:
 
 def reference_of(outcomes: Iterable[Outcome]) -> float:
     """The mean final reward of the runs without mismatch; NaN if there are none."""
-    found = [outcome.final for outcome in outcomes if outcome.mismatch == NONE.name]
-    return fmean(found) if found else math.nan
+    finals = [outcome.final for outcome in outcomes if outcome.mismatch == NONE.name]
+    return fmean(finals) if finals else math.nan
 
 
-def apart(own: Sequence[float], others: Sequence[float]) -> int:
-    """1 if the smallest of ``own`` is above the largest of ``others`` by ``APART_BY``, -1 the other way, else 0."""
-    above = min(own) - max(others)
-    below = min(others) - max(own)
+def apart(values: Sequence[float], others: Sequence[float]) -> int:
+    """1 if the smallest of ``values`` is above the largest of ``others`` by ``APART_BY``, -1 the other way, else 0."""
+    above = min(values) - max(others)
+    below = min(others) - max(values)
     return int(above >= APART_BY) - int(below >= APART_BY)
 
 
 def write(outcomes: Iterable[Outcome], path: Path) -> None:
     """Write outcomes as JSON, a line a run."""
-    lines = ",\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in sorted(outcomes, key=lambda one: one.key))
+    in_order = sorted(outcomes, key=lambda outcome: outcome.key)
+    lines = ",\n".join(json.dumps(asdict(outcome), ensure_ascii=False) for outcome in in_order)
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
@@ -148,7 +159,13 @@ def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | N
         return None
     policy = [(int(row["step"]), _short(row["reward"])) for row in measurements]
     right = [(int(row["step"]), _short(row["right"])) for row in measurements if "right" in row]
-    curves = {measure: _curve(steps, measure) for measure in MEASURES}
+    measures: tuple[str, ...] = MEASURES
+    expected = {row["step"]: row for row in _rows(folder / LATE_FILE)}
+    if expected:
+        measures += tuple(LATE_METRIC_OF)
+        # The weights of step n sample the batch whose first step is n + 1.
+        steps = [{**expected.get(row["step"] - 1, {}), **row} for row in steps]
+    curves = {measure: _curve(steps, measure) for measure in measures}
     kls = [value for row in steps if math.isfinite(value := value_of(row, "kl"))]
     largest = _short(max(kls)) if kls else None
     return Outcome(*run.key, " ".join(run.flags), commit, seconds, error, policy, curves, largest, right)
@@ -181,8 +198,9 @@ def _curve(rows: Sequence[Row], measure: str) -> list[float | None]:
 
 def value_of(row: Row, measure: str) -> float:
     """Return a measure of one step from its row of metrics; NaN if the row lacks it."""
-    if measure in METRIC_OF:
-        return row.get(METRIC_OF[measure], math.nan)
+    metric = (METRIC_OF | LATE_METRIC_OF).get(measure)
+    if metric is not None:
+        return row.get(metric, math.nan)
     kl, k3, chi2 = (row.get(f"rollout_corr/{name}", math.nan) for name in ("kl", "k3_kl", "chi2_token"))
     # (mean ρ)² / mean ρ² of the tokens, before any bound; k3 is ρ − 1 − log ρ, so the mean of ρ is 1 + k3 − kl.
     return (1 + k3 - kl) ** 2 / (1 + chi2)

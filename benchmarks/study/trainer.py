@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.study.engine import register
-from benchmarks.study.settings import ENGINES, GAVE_UP
+from benchmarks.study.design import GAVE_UP, Mismatch
+from benchmarks.study.engine import StudyEngine
+from benchmarks.study.late import LateEngine
+from benchmarks.study.settings import ENGINES
+from megatron_rc.launch.engines import registry
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.measures import shift
 
@@ -14,17 +18,18 @@ USAGE_ERROR = 2
 STOPPED = 4
 
 
+def register(mismatch: Mismatch) -> None:
+    """Make ``--rollout-engine study-NAME`` known to this process."""
+    arguments = mismatch.engine or {}
+    engine: type[StudyEngine] = LateEngine if "late" in arguments else StudyEngine
+    registry.ENGINES[f"study-{mismatch.name}"] = registry.EngineKind(partial(engine, **arguments))
+
+
 def main(words: Sequence[str]) -> None:
     """Train one run; end the process with 2 for flags that cannot work, and with 3 if training failed."""
     # Before the launcher's parser is loaded, which lists the engines.
     for mismatch in ENGINES:
-        register(
-            f"study-{mismatch.name}",
-            levels=mismatch.levels,
-            warming=mismatch.warming,
-            dtype=mismatch.dtype,
-            fp8_by_tensor=mismatch.fp8_by_tensor,
-        )
+        register(mismatch)
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings
 
