@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from megatron_rc.launch import train_ppo
 from megatron_rc.launch.flags.configure import configure
 from tests.support.commands import code_of
 from tests.support.forked import ForkedCall, launch_forked
+from tests.support.paths import ROOT
 from tests.support.runs import (
     LOOPBACK,
     ONE,
@@ -33,10 +35,26 @@ from tests.support.runs import (
 
 @pytest.mark.processes
 def test_a_run_from_flags_to_picture(tmp_path):
-    """As a file under torchrun, with every process started anew."""
+    """As a file under torchrun, with every process started anew.
+
+    The processes tell their imports: no rank on the CPU loads a compiler, Weights & Biases, or what needs a GPU.
+    """
     words = [*SMALL, *TWO, "--train-iters=4", f"--runs-dir={tmp_path}"]
-    code, output, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
+    for name in ("transformer_engine", "apex"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('a rank on the CPU imports this')")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    environment["PYTHONPROFILEIMPORTTIME"] = "1"
+    code, output, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words), env=environment))
     assert code == 0, errors
+    imported = set(re.findall(r"(?m)^import time: .*\| *(\S+)$", errors))
+    assert "megatron.core.fusions.fused_bias_swiglu" in imported
+    assert "torch._inductor.compile_fx" not in imported
+    # A package that is looked for and hidden has its own name here, and none of its modules.
+    unwanted = ["wandb."]
+    # Later ones cannot be imported without it.
+    if version("megatron-core") < "0.17":
+        unwanted.append("triton.")
+    assert not [name for name in imported if name.startswith(tuple(unwanted))]
     assert output == ""
     assert "Traceback" not in errors
     assert errors.count("Megatron-Core runs on the CPU") == 1

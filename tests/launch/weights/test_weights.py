@@ -17,28 +17,29 @@ from tests.support.published_models import MODELS, save_random, words_of
 from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import build_trainer, make_trainer, recorded_batch
 
-DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "gpt2-untied")
-SPREAD = (Layout(dp=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=2), Layout(pp=2, dp=2, ep=2))
-CASES = [(name, Layout(tp=2, sp=True)) for name in DENSE]
-CASES += [(name, Layout(pp=2, vpp=True)) for name in ("llama", "llama-untied", "qwen3", "gpt2")]
-CASES += [("llama", Layout()), ("llama-dynamic", Layout()), ("gpt2-gelu", Layout())]
+TENSOR = Layout(tp=2, sp=True)
+PIPELINE = Layout(pp=2, vpp=True)
 BOTH = Layout(tp=2, sp=True, pp=2)
+EXPERTS = Layout(tp=2, sp=True, dp=2, ep=2)
+# Experts whose matrices are split over other ranks than the others.
+OTHER_RANKS = Layout(tp=2, sp=True, pp=2, ep=2, etp=1)
+# Each family once, and again only where a layout puts its tensors in another way: tied and learned embeddings over
+# stages, experts over every kind of rank.
+CASES = [(name, TENSOR) for name in ("llama", "llama3", "mistral", "qwen2", "gpt2", "gpt2-untied")]
+CASES += [(name, PIPELINE) for name in ("llama", "llama-untied", "qwen3", "gpt2")]
+CASES += [(name, Layout()) for name in ("llama-dynamic", "gpt2-gelu", "moonlight")]
 CASES += [(name, BOTH) for name in ("llama-biases", "llama-yarn", "qwen3-biases")]
 CASES += [(name, BOTH) for name in ("phi3", "seed_oss", "smollm3", "olmo2", "olmo3", "glm4")]
-CASES += [("qwen3_moe", layout) for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2), *SPREAD)]
+CASES += [(name, EXPERTS) for name in ("qwen3_moe", "qwen2_moe", "mixtral")]
 CASES += [
     ("qwen3_moe-unnormalised", Layout(dp=2, ep=2)),
     ("qwen3_moe-dense_layers", Layout(pp=2)),
-    ("qwen2_moe", Layout(tp=2, sp=True)),
-    ("qwen2_moe", Layout(pp=2, dp=2, ep=2)),
-    ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2)),
-    ("mixtral", Layout(pp=2)),
-    ("deepseek_v3", Layout()),
-    ("deepseek_v3", Layout(tp=2, sp=True)),
+    ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
+    ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=4, etp=1)),
+    ("mixtral", Layout(cp=2, dp=2, ep=2, etp=2)),
+    ("deepseek_v3", TENSOR),
     ("deepseek_v3", Layout(pp=2, dp=2, ep=2)),
-    ("deepseek_v3", Layout(cp=2, ep=2)),
-    ("moonlight", Layout()),
-    ("glm4_moe", Layout(tp=2, sp=True)),
+    ("deepseek_v3", OTHER_RANKS),
     ("glm4_moe", Layout(cp=2, ep=2)),
     ("glm4_moe-air", Layout(pp=2, dp=2, ep=2)),
     ("glm4_moe_lite", Layout(pp=2)),
@@ -48,31 +49,19 @@ CASES += [
     ("gpt_oss", Layout(tp=2, sp=True, pp=2, etp=1)),
     ("gpt_oss", Layout(tp=2, sp=True, ep=2, etp=1)),
 ]
-# Experts whose matrices are split over other ranks than the others.
-CASES += [
-    ("qwen3_moe", Layout(tp=2, sp=True, ep=2, etp=1)),
-    ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=4, etp=1)),
-    ("deepseek_v3", Layout(tp=2, sp=True, pp=2, ep=2, etp=1)),
-    ("mixtral", Layout(cp=2, dp=2, ep=2, etp=2)),
-]
 # One layout after the other: each has its process groups made once.
 CASES.sort(key=lambda case: str(case[1]))
 CASES = [(*case, ()) for case in CASES]
 UNEVEN = "--decoder-first-pipeline-num-layers=1"
-STAGES = "Et|(t|)*2tL"
-CASES += [("qwen3_moe", Layout(pp=2), (UNEVEN,))]
-CASES += [("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), ())]
+STAGES = Layout(pp=2, vpp=True, ep=2, cp=2, stages="Et|(t|)*2tL")
+CASES += [("qwen3_moe", STAGES, ())]
 HYBRIDS = [
-    ("llama3", Layout(tp=2, sp=True), (HYBRID,)),
-    ("gpt2", Layout(pp=2, vpp=True), (HYBRID,)),
-    ("llama-yarn", Layout(tp=2, sp=True), (HYBRID,)),
-    ("olmo2", Layout(tp=2, sp=True), (HYBRID,)),
-    ("qwen3", Layout(cp=2), (HYBRID,)),
+    ("llama3", TENSOR, (HYBRID,)),
+    ("olmo2", TENSOR, (HYBRID,)),
+    ("deepseek_v3", TENSOR, (HYBRID,)),
+    ("gpt2", PIPELINE, (HYBRID,)),
     ("qwen3_moe", Layout(pp=2), (HYBRID, UNEVEN)),
-    ("qwen3_moe", Layout(pp=2, vpp=True, ep=2, cp=2, stages=STAGES), (HYBRID,)),
-    ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=2), (HYBRID,)),
-    ("llama", Layout(pp=2, vpp=True, stages="Et|tt|t|L"), (HYBRID,)),
-    ("deepseek_v3", Layout(tp=2, sp=True), (HYBRID,)),
+    ("qwen3_moe", STAGES, (HYBRID,)),
     ("gpt_oss", Layout(pp=2), (HYBRID,)),
 ]
 CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
