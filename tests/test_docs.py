@@ -277,11 +277,10 @@ def gradients(trainer):
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
-        (Layout(), ["--bypass-mode", "--loss-type=reinforce"]),
         (Layout(pp=2), ["--bypass-mode", "--loss-type=reinforce"]),
         (Layout(pp=2, vpp=True), []),
     ],
-    ids=["bypass", "pp2-bypass", "pp2-vpp-decoupled"],
+    ids=["pp2-bypass", "pp2-vpp-decoupled"],
 )
 def test_the_library_page_takes_the_trainers_steps(ranks, tmp_path, mode, layout):
     # The whole vocabulary is real, and neither penalty is on: the page's loss asks for neither.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def _outside(t: float, freedom: float) -> float:
     return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
 
 
+@functools.cache
 def _quantile(inside: float, freedom: float) -> float:
     """The t that Student's t is within with this probability."""
     low, high = 0.0, 1e3

@@ -539,12 +539,6 @@ def rollout_advantages(estimator, num_groups=None, groups=None):
     return advantages, expected[on_this_rank]
 
 
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-def test_a_rollout_of_several_rows_counts_once(estimator):
-    advantages, expected = rollout_advantages(estimator)
-    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
-
-
 def rollouts_on_ranks():
     """Return (advantages of this rank's rows, the oracle's) for each estimator."""
     groups = ParallelGroups.from_megatron()

@@ -144,19 +144,6 @@ def exact():
 # Exactness
 
 
-def test_parts_are_finite_differences_along_each_parameter_alone(exact):
-    result = exact.attribute()
-    size = sum(abs(part) for part in result.parts.values())
-    differences = exact.differences()
-    step = 1e-3
-    for name, part in result.parts.items():
-        ends = []
-        for sign in (1, -1):
-            shift = sign * step * (exact.trainer[name] - exact.engine[name])
-            ends.append((differences * exact.score(exact.middle | {name: exact.middle[name] + shift})).sum())
-        assert part == pytest.approx(float(ends[0] - ends[1]) / (2 * step), rel=0, abs=1e-8 * size), name
-
-
 def test_parts_are_autograd_of_each_parameter_alone(exact):
     result = exact.attribute()
     differences = exact.differences()

@@ -175,11 +175,6 @@ def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
     assert SOUND["name"] not in CRITERIA
 
 
-@pytest.mark.parametrize("name", CRITERIA)
-def test_the_projects_own_criteria_fit_together(name):
-    check_criterion(CRITERIA[name])
-
-
 def define_with(divergence):
     """Define a criterion of this divergence."""
     define(

@@ -1,7 +1,6 @@
 """Bypass mode: the correction inside the loss, the factor that mends its denominator, and its collectives."""
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import pytest
@@ -11,10 +10,10 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
-from tests.correction.test_shards import ROWS, WIDTH, my_layout, my_part, my_places
+from tests.correction.test_shards import ROWS, my_part, my_places
 from tests.support.correction_cases import CASES, MORE_SIZES, clear_batch
 from tests.support.correction_comparison import assert_metrics
-from tests.support.on_rank import outcome, recorded
+from tests.support.on_rank import recorded
 from tests.support.ranks import Layout
 
 AGGREGATIONS = {
@@ -222,29 +221,6 @@ def test_every_stage_gets_the_factor(ranks, reject_all):
         assert [call[:2] for call in stage["calls"]] == [("BROADCAST", 2)]
     assert first["plan knows counts"] is False
     assert last["plan knows counts"] is True
-
-
-def bad_token_in_one_micro_batch():
-    groups = ParallelGroups.from_megatron()
-    config = bypass("token")
-    correction = RolloutCorrection(config, groups, loss=PolicyLossConfig())
-    layout = my_layout([WIDTH] * 2, "padded")
-    train = torch.full(layout.shape, -1.0)
-    mask = torch.ones(layout.shape, dtype=torch.bool)
-    correction.plan(PlanInputs(None, [train] * 2, [mask] * 2, [layout] * 2))
-    for index in range(2):
-        theta = train.clone()
-        if index == 1 and group_rank(groups.dp_cp) == 3:
-            theta[1, 2] = math.nan
-        correction.in_loss(theta, train, mask, layout=layout)
-    correction.finish_step()
-    return outcome(correction.step.check)
-
-
-def test_a_bad_token_is_the_same_error_on_all_ranks(ranks):
-    messages = ranks.run(bad_token_in_one_micro_batch, Layout(cp=2, dp=2))
-    assert set(messages) == {messages[0]}
-    assert "training log-prob of sample 3 of data-parallel rank 1" in messages[0]
 
 
 def test_steps_do_not_mix_and_their_metrics_merge():

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
-from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel import SequenceLayout
 from tests.support.correction_cases import clear_batch
 from tests.support.correction_comparison import correct, moved, pack
 from tests.support.far_device import GPU, far_device
@@ -65,28 +63,3 @@ def test_a_packed_layout_is_sent_once():
         assert not device.waits
         assert sums.to("cpu").tolist() == [3, 0, 25]
         assert spread.to("cpu").tolist() == [0, 0, 0, 2, 2, 2, 2, 2]
-
-
-def test_a_plan_in_both_modes():
-    """Bypass mode waits once a rollout batch for what the plan says, and once a step."""
-    batch, _ = clear_batch("nothing")
-    for fields in ({}, {"bypass_mode": True, "loss_type": "reinforce"}):
-        config = RolloutCorrectionConfig(rollout_is="token", **fields)
-        metrics_by_device = []
-        with far_device() as device:
-            for batch_on_device in (batch, moved(batch, GPU)):
-                correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-                device.waits.clear()
-                train = None if config.bypass_mode else batch_on_device.train
-                plan = correction.plan(PlanInputs(train, batch_on_device.rollout, batch_on_device.mask))
-                plan.check()
-                assert sum(device.waits.values()) <= 1
-                if config.bypass_mode:
-                    correction.in_loss(batch_on_device.train, batch_on_device.rollout, batch_on_device.mask)
-                    correction.finish_step()
-                    device.waits.clear()
-                    metrics_by_device.append(correction.step.metrics())
-                    assert sum(device.waits.values()) <= 1
-                else:
-                    metrics_by_device.append(plan.metrics())
-        assert metrics_by_device[1] == pytest.approx(metrics_by_device[0], rel=1e-9, abs=1e-9)

@@ -53,15 +53,6 @@ def test_quantiles_are_those_of_the_sorted_values(bounds, mode, level):
             assert got == pytest.approx(want, rel=2 * RELATIVE, abs=absolute), (name, percent, got, want)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_of_no_tokens_there_is_no_distribution(level):
-    nothing = torch.zeros(2, 3)
-    config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
-    result = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config)
-    assert result.metrics()["rollout_is_p50"] == result.metrics()["rollout_is_seq_p50"] == 0
-    assert result.distributions() == {}
-
-
 def assert_counts_of(distribution, values, widened):
     """At each edge as many values lie below as there are, but for those that share the edge's bin in the header."""
     edges, counts = distribution

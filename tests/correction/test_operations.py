@@ -5,7 +5,7 @@ import torch
 
 from megatron_rc import PlanInputs, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, collect_shards
-from megatron_rc.correction.tokens import WHOLE, token_blocks
+from megatron_rc.correction.tokens import token_blocks
 from megatron_rc.measures.data import first_bad_keys, key_ids
 from tests.support.far_device import GPU, far_device
 from tests.support.operations import count_operations
@@ -69,16 +69,6 @@ def test_six_operations_locate_a_bad_token():
     locate()
     counts = count_operations(locate)
     assert sum(counts.values()) <= 6, counts
-
-
-def test_more_tokens_take_no_more_operations_until_they_are_several_blocks():
-    config = RolloutCorrectionConfig(rollout_is="token")
-    counts = []
-    for rows in (64, WHOLE // 2048, WHOLE // 2048 + 1):
-        batch = make_batch((rows, 2048))
-        correct(batch, config)
-        counts.append(sum(count_operations(lambda batch=batch: correct(batch, config)).values()))
-    assert counts[0] == counts[1] < counts[2]
 
 
 def test_a_million_tokens_are_one_block_of_a_gpu():

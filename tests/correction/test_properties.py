@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rc import (
@@ -24,7 +24,6 @@ from megatron_rc import (
 )
 from megatron_rc.correction.inputs import AgreedCounts, collect_shards
 from megatron_rc.parallel import SequenceLayout
-from tests.support.correction_comparison import numbers
 
 WIDTH = 8
 # Of weights: sums of log-probs to -1e4 round to 4e-12 at each step, otherwise in every order and layout.
@@ -156,19 +155,6 @@ def test_splitting_over_ranks_changes_nothing(batch, name, data):
 
 
 @settings(max_examples=20, deadline=None)
-@given(batches(), st.sampled_from(sorted(CONFIGS)), st.randoms(use_true_random=False))
-def test_the_order_of_sequences_changes_nothing(batch, name, random):
-    order = list(range(len(batch["rewards"])))
-    random.shuffle(order)
-    order = torch.tensor(order)
-    shuffled = correct(rows_of(batch, order), name)
-    result = correct(batch, name)
-    back = order.argsort()
-    got = shuffled.weights[back], shuffled.mask[back], shuffled.metrics(), shuffled.denominators
-    assert_equal(got, result)
-
-
-@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)), st.data())
 def test_packing_and_padding_give_the_same(batch, name, data):
     """Trailing padding is cut off every row, or more is added; micro-batches of any size."""
@@ -196,19 +182,6 @@ def test_packing_and_padding_give_the_same(batch, name, data):
 
 
 @settings(max_examples=20, deadline=None)
-@given(batches(), st.sampled_from(sorted(CONFIGS)), st.sampled_from([math.nan, math.inf, -math.inf, -1e10, 3.0]))
-def test_fillers_change_no_bit(batch, name, filler):
-    filled = dict(batch)
-    for key in (TRAIN, ROLLOUT):
-        filled[key] = torch.where(batch["response_mask"], batch[key], filler)
-    result = correct(batch, name)
-    result_of_filled = correct(filled, name)
-    assert torch.equal(result.weights, result_of_filled.weights)
-    assert torch.equal(result.mask, result_of_filled.mask)
-    assert torch.equal(numbers(result), numbers(result_of_filled))
-
-
-@settings(max_examples=20, deadline=None)
 @given(batches(), st.sampled_from(sorted(CONFIGS)))
 def test_everything_is_finite_and_rejection_leaves_weights_alone(batch, name):
     result = correct(batch, name)
@@ -222,29 +195,3 @@ def test_everything_is_finite_and_rejection_leaves_weights_alone(batch, name):
     )
     if not CONFIGS[name].get("rollout_is_batch_normalize"):
         torch.testing.assert_close(free.weights, result.weights, rtol=ROUNDING, atol=0)
-
-
-@settings(max_examples=20, deadline=None)
-@given(batches(), st.sampled_from(["token", "sequence", "geometric"]), st.sampled_from(["all", "accepted"]))
-def test_normalised_weights_have_mean_one_within_their_scope(batch, level, scope):
-    config = RolloutCorrectionConfig(
-        rollout_is=level,
-        rollout_is_batch_normalize=True,
-        rollout_is_batch_normalize_scope=scope,
-        rollout_rs="token_k1",
-        rollout_rs_threshold=3,
-    )
-    mask = batch["response_mask"]
-    result = correct_rollouts(batch[TRAIN], batch[ROLLOUT], mask, config)
-    counted = mask if scope == "all" else result.mask
-    rows = counted.any(1)
-    values = result.weights[counted] if level == "token" else result.weights.amax(1)[rows]
-    free = correct_rollouts(batch[TRAIN], batch[ROLLOUT], mask, RolloutCorrectionConfig(rollout_is=level)).weights
-    before = free[counted] if level == "token" else free.amax(1)[rows]
-    # The mean weight is not divided by if it is at most 1e-125.
-    mean_before = float(before.mean()) if len(values) else 0.0
-    assume(not 1e-126 < mean_before < 1e-124)
-    if mean_before > 1e-125:
-        assert float(values.mean()) == pytest.approx(1, rel=1e-12)
-    else:
-        torch.testing.assert_close(free, result.weights, rtol=ROUNDING, atol=0)

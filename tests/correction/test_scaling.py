@@ -7,11 +7,10 @@ import itertools
 import json
 import logging
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 
-from benchmarks import scaling, tracing
+from benchmarks import scaling
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
 from tests.support.forked import ForkedCall
 from tests.support.paths import ROOT
@@ -26,7 +25,6 @@ PLAN, MICRO, STEP = PHASES
 FIRST_STAGE = "first stage"
 LAST = "last stage, last rank"
 OTHER_SLICE = "last stage, last CP rank"
-GATHERING = "token IS, tokens gathered"
 # On thousands of ranks: sums, maxima, prompts and the step in the loss.
 SOME = (*SHOWN, "token IS, seq_max", "token IS, two group criteria")
 
@@ -67,24 +65,6 @@ def trace_all():
             for name, index in itertools.product(names, batches):
                 calls = scaling.trace(CASES[name], BATCHES[index], layout, groups)
                 yield Traced(layout.world, place, name, index), calls
-            for index in (0, 1) if (layout, place) == (LARGE, LAST) else ():
-                yield Traced(layout.world, place, GATHERING, index), trace_gathering(BATCHES[index], layout, groups)
-
-
-def trace_gathering(batch, layout, groups):
-    """As other systems do it: the whole sequences are put together on every rank of the CP group."""
-    import torch
-    import torch.distributed as dist
-
-    right = tracing.masked_loss
-
-    def wrong(correction, micro_batch, log_probs, **options):
-        mine = log_probs.detach()
-        dist.all_gather([torch.empty_like(mine) for _ in range(layout.cp)], mine, group=groups.cp)
-        return right(correction, micro_batch, log_probs, **options)
-
-    with mock.patch.object(tracing, "masked_loss", wrong):
-        return scaling.trace(CASES["token IS"], batch, layout, groups)
 
 
 def write_traces(path):
@@ -120,18 +100,6 @@ def test_tokens_and_ranks_change_nothing(traces, name):
 
 
 @pytest.mark.processes
-def test_gathered_tokens_would_be_seen(traces):
-    """The deliberate mistake: calls that grow with the tokens."""
-    gathered = []
-    for index in range(2):
-        calls = traces[Traced(LARGE.world, LAST, GATHERING, index)]
-        assert calls != traces[Traced(LARGE.world, LAST, "token IS", 0)]
-        gathered.append([call.elements for call in calls if call.kind == "allgather_"])
-    assert len(gathered[0]) == BASE.micro_batches * BASE.mini_batches
-    assert gathered[1] == [8 * elements for elements in gathered[0]]
-
-
-@pytest.mark.processes
 def test_the_document_has_the_formulas_of_every_trace(traces, document):
     formulas = scaling.read_formulas(document)
     assert list(formulas) == list(CASES)
@@ -139,11 +107,10 @@ def test_the_document_has_the_formulas_of_every_trace(traces, document):
     assert table in document, "the table of the formulas: python benchmarks/scaling.py --formulas"
     layouts = {layout.world: layout for layout in (SMALL, LARGE)}
     for key, calls in traces.items():
-        if key.name != GATHERING:
-            layout = layouts[key.world]
-            batch = BATCHES[key.batch]
-            expected_calls = scaling.expected(formulas[key.name], batch, layout, key.place != FIRST_STAGE)
-            assert calls == expected_calls, f"{key}: print the formulas with python benchmarks/scaling.py --formulas"
+        layout = layouts[key.world]
+        batch = BATCHES[key.batch]
+        expected_calls = scaling.expected(formulas[key.name], batch, layout, key.place != FIRST_STAGE)
+        assert calls == expected_calls, f"{key}: print the formulas with python benchmarks/scaling.py --formulas"
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -161,10 +128,3 @@ def test_the_document_has_the_times_that_are_estimated(document):
     inside = 2 * 7 * 1.8 * 0.52
     assert scaling.microseconds(call, LAYOUTS[-1]) == pytest.approx(4.4 + inside + 2 * 11 * 5.0)
     assert scaling.microseconds(call._replace(kind="BROADCAST", group="pp"), LAYOUTS[-2]) == pytest.approx(25.2)
-
-
-def test_no_collective_in_a_group_of_one(document):
-    formulas = scaling.read_formulas(document)["token IS, seq_max"]
-    alone = scaling.Layout(tp=8, cp=1, pp=1, dp=4)
-    assert {call.group for call in scaling.expected(formulas, BASE, alone, True)} == {"dp_cp"}
-    assert scaling.expected(formulas, BASE, scaling.Layout(tp=8, cp=1, pp=1, dp=1), True) == []

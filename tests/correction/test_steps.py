@@ -15,7 +15,6 @@ from megatron_rc import (
     wrap_finalize,
 )
 from megatron_rc.parallel import SequenceLayout
-from megatron_rc.parallel.collectives import on_host
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
 
@@ -49,25 +48,6 @@ def test_an_evaluation_between_two_steps_counts_nothing(training, gradients):
         assert metrics == expected_metrics
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the step", "before its end"])
-def test_a_second_plan_changes_nothing(training, before):
-    plan = training.planned()
-    # A plan of the same rollouts with half of the tokens.
-    halved = Training(training.mode)
-    halved.mask &= torch.arange(WIDTH) % 2 == 0
-    old_log_probs = None if training.mode == "bypass" else halved.old
-    halved_inputs = PlanInputs(old_log_probs, halved.rollout, halved.mask)
-
-    if before:
-        training.correction.plan(halved_inputs)
-        training.step(plan, 1)
-    else:
-        training.schedule(plan, 1, finalize=False)
-        training.planned()
-        training.finalize([training.model])
-    torch.testing.assert_close(training.model.gradient, training.expected(1), rtol=1e-12, atol=1e-15)
-
-
 def test_a_schedule_that_failed_is_not_run_again_before_the_step_is_reset(training):
     plan = training.planned()
     scale = training.scale(plan, 0)
@@ -87,14 +67,6 @@ def test_a_schedule_that_failed_is_not_run_again_before_the_step_is_reset(traini
     expected_gradient, expected_metrics = undisturbed.step(undisturbed.planned(), 0)
     assert torch.equal(gradient, expected_gradient)
     assert metrics == expected_metrics
-
-
-def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
-    plan = training.planned()
-    with pytest.raises(OSError, match="out of memory"):
-        training.schedule(plan, 0, fails_at=1)
-    with pytest.raises(StepError, match=r"mini_batch=1 in the open step of mini-batch 0 .* reset_step\(\)"):
-        training.schedule(plan, 1)
 
 
 # Indices of the micro-batches that are run as the first mini-batch, which consists of the micro-batches 0 and 1.
@@ -213,37 +185,6 @@ def test_a_step_keeps_no_token():
         run_micro_batch()
     assert num_tensors_of_tokens() == num_before
     assert correction.finish_step() == 1
-
-
-@pytest.mark.parametrize("name", ["rollout_log_probs", "log_probs"])
-def test_buffers_may_be_filled_anew_within_a_step(name):
-    """The micro-batches share the memory of one of their tensors: the end of the step reads none of them."""
-    unshared = Training("bypass")
-    unshared.step(unshared.planned(), 0)
-
-    training = Training("bypass")
-    plan = training.planned()
-    scale = training.scale(plan, 0)
-    buffer = None
-    for start in range(0, 4, PER_MICRO_BATCH):
-        rows = range(start, start + PER_MICRO_BATCH)
-        log_probs = training.model(rows)
-        micro_batch = training.micro_batch(plan, rows)
-        if name != "log_probs":
-            values = getattr(micro_batch, name)
-            buffer = values.clone() if buffer is None else buffer.copy_(values)
-            micro_batch = dataclasses.replace(micro_batch, **{name: buffer})
-        loss, _, _ = masked_loss(training.correction, micro_batch, log_probs, entropy=None, scale=scale)
-        loss.backward()
-        if name == "log_probs":
-            log_probs.detach().zero_()
-    training.finalize([training.model])
-
-    training.correction.step.check()
-    # masked_loss multiplies by the number of micro-batches, 2. Megatron would divide by it again.
-    torch.testing.assert_close(training.model.gradient, 2 * training.expected(0), rtol=1e-12, atol=1e-15)
-    unshared.correction.step.check()
-    assert on_host(training.correction.step.header) == on_host(unshared.correction.step.header)
 
 
 def test_a_step_of_nothing_is_refused_where_the_loss_corrects():

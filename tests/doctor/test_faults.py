@@ -21,10 +21,9 @@ from tests.support.made_faults import FAULTS, Setting, made
 from tests.support.made_runs import drifting_run, healthy_run, study_rows, with_steps
 from tests.support.paths import ROOT
 
-# Sure of its tokens, or open; few or many tokens and words.
+# Many words and open choices, or few words and sure ones.
 SETTINGS = (
     Setting(),
-    Setting(sequences=32, length=48, vocab=512, sharpness=2.0),
     Setting(sequences=48, length=64, vocab=96, sharpness=5.0),
 )
 
@@ -194,14 +193,14 @@ def test_policies_that_drift_apart():
     assert from_rows(list(steps(150, 0.5))[:29]) == []
 
 
-@pytest.mark.parametrize("steps_a_batch", [1, 2, 4])
+@pytest.mark.parametrize("steps_a_batch", [1, 4])
 def test_of_40_healthy_runs_at_most_two_have_a_verdict(steps_a_batch):
     """Rewards that repeat in the rows of a batch have no noise from row to row; batch to batch they have."""
     alarms = [seed for seed in range(40) if from_rows(with_steps(healthy_run(seed), steps_a_batch))]
     assert len(alarms) <= 2, alarms
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_healthy_runs_do_not_drift_and_made_drifts_are_found(seed):
     """benchmarks/doctor.py does the same with 1,000 runs; docs/doctor.md has its figures."""
     assert from_rows(healthy_run(seed)) == []

@@ -97,8 +97,8 @@ def test_metrics_of_every_level_tell_the_same_fault(fault, level):
         assert next(iter(verdicts([metrics] * 3, settings))) == SEEN.get(fault, "precision")
 
 
-# Runs of the longest responses, of ones that shrink, of ones that grow, and of the largest k3.
-@pytest.mark.parametrize("seed", [2, 7, 8, 11])
+# Runs of responses that grow, and of the largest k3.
+@pytest.mark.parametrize("seed", [8, 11])
 def test_healthy_runs_of_every_level_are_healthy(seed):
     """tests/long/test_doctor.py does the same with 200 runs; docs/doctor.md has its figures."""
     columns = zip(*healthy_rows(seed, LEVELS.values()), strict=True)

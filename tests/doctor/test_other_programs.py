@@ -10,18 +10,16 @@ import torch
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.measure import facts_of_batch
-from megatron_rc.doctor.report import as_json, examine, in_words
+from megatron_rc.doctor.report import as_json, examine
 from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.sampled import Sampled
+from tests.doctor.test_inputs import write_lines
 from tests.support.made_faults import made, pick
+from tests.support.tables import table
 
 
 def report_of(path):
     return as_json(examine(read_evidence(path)))
-
-
-def verdicts_of(path):
-    return [verdict["name"] for verdict in report_of(path)["verdicts"]]
 
 
 def write_csv(path, rows):
@@ -32,48 +30,49 @@ def write_csv(path, rows):
     return path
 
 
-def write_lines(path, objects):
-    path.write_text("".join(json.dumps(value) + "\n" for value in objects))
-    return path
-
-
 def steps(number, **metrics):
     return [{"step": step, **metrics} for step in range(1, number + 1)]
 
 
-# -- slime: model.py writes train/<name of loss.py>, mis.py puts mis_ before the names of its metrics.
+# -- Metrics of twelve equal steps.
+#
+# slime: model.py writes train/<name of loss.py>, mis.py puts mis_ before the names of its metrics. The shares below and
+# above its bounds are added. ``tis`` is the mean of exp(old - rollout) before any bound, ``tis_clipfrac`` counts both.
+# NeMo-RL: loss_functions.py; sampling_importance_ratio is the mean of the weights behind all bounds, and no mean ρ. The
+# first row has the numbers of NeMo-RL#2269, whose weights left no gradient.
+# TRL: its default masks products over responses. A mean of 0.3 is the wrong level beside a near engine, and no fault.
+# prime-rl: train.py writes <tensor>/mean of each tensor. verl: the Pearson correlation of verl-omni#254.
+METRICS = """
+train/mis_k3_kl: 5, train/mis_rs_catastrophic_seq_fraction: 0.9, train/train_rollout_logprob_abs_diff: 0.05
+    | 1 | precision veto | rollout_is_veto_fraction: 0.9
+train/mis_k3_kl: 0.0001, train/mis_rs_mask_fraction_low: 0.3, train/mis_rs_mask_fraction_high: 0.4
+    | 1 | threshold_cuts_half | rollout_rs_masked_fraction: 0.7
+train/tis: 0.99, train/tis_clipfrac: 0.6, train/train_rollout_logprob_abs_diff: 0.01
+    | 1 | threshold_cuts_half | ratio_mean: 0.99
+train/gen_kl_error: 0.0027, train/token_mult_prob_error: 1.024, train/sampling_importance_ratio: 0.0596
+    | 1 | precision mean_weight | rollout_is_mean: 0.0596, ratio_mean: null
+train/gen_kl_error: 0.001, train/token_mult_prob_error: 1.024, train/sampling_importance_ratio: 0.0596
+    | 1 | long_products mean_weight | rollout_is_mean: 0.0596, ratio_mean: null
+train/gen_kl_error: 0.001, train/sampling_importance_ratio: 0.35, train/is_oob_ratio: 0.65
+    | 1 | long_products threshold_cuts_half | rollout_is_mean: 0.35
+sampling/sampling_logp_difference/mean: 0.01, sampling/importance_sampling_ratio/mean: 0.3
+    | 0 | long_products | rollout_is_mean: 0.3
+mismatch_kl/all/mean: 0.0005, mismatch_kl/all/max: 9.0, is_masked/mean: 0.01 | 0 | - | k3_kl: 0.0005
+mismatch_kl/all/mean: 0.3, mismatch_kl/all/max: 9.0, is_masked/mean: 0.01 | 1 | precision | k3_kl: 0.3
+rollout_corr/k3_kl: 3.2, training/rollout_actor_probs_pearson_corr: 0.13, training/rollout_probs_diff_mean: 0.4
+    | 1 | other_policy | k3_kl: 3.2
+"""
 
 
-def test_metrics_of_slimes_example(tmp_path):
-    metrics = {
-        "train/mis_k3_kl": 5,
-        "train/mis_rs_catastrophic_seq_fraction": 0.9,
-        "train/train_rollout_logprob_abs_diff": 0.05,
-    }
-    report = report_of(write_csv(tmp_path / "mis.csv", steps(2, **metrics)))
-    assert report["exit_code"] == 1
-    assert {"precision", "veto"} <= {verdict["name"] for verdict in report["verdicts"]}
-    assert report["facts"]["rollout_is_veto_fraction"] == 0.9
-    assert report["proposal"]["program"] == "slime"
-    del metrics["train/train_rollout_logprob_abs_diff"]
-    assert report_of(write_csv(tmp_path / "mis.csv", steps(2, **metrics)))["exit_code"] == 1
+@table("{metrics} code verdicts {facts}", METRICS)
+def test_metrics_of_other_programs(tmp_path, metrics, code, verdicts, facts):
+    report = report_of(write_csv(tmp_path / "metrics.csv", steps(12, **metrics)))
+    assert report["exit_code"] == int(code)
+    assert [verdict["name"] for verdict in report["verdicts"]] == verdicts.split()
+    assert {name: report["facts"].get(name) for name in facts} == pytest.approx(facts)
 
 
-def test_shares_below_and_above_slimes_bounds_are_added(tmp_path):
-    metrics = {"train/mis_k3_kl": 1e-4, "train/mis_rs_mask_fraction_low": 0.3, "train/mis_rs_mask_fraction_high": 0.4}
-    path = write_lines(tmp_path / "m.jsonl", steps(3, **metrics))
-    assert report_of(path)["facts"]["rollout_rs_masked_fraction"] == pytest.approx(0.7)
-    assert verdicts_of(path) == ["threshold_cuts_half"]
-
-
-def test_slimes_built_in_weights_are_ratios_of_tokens(tmp_path):
-    """``tis`` is the mean of exp(old - rollout) before any bound; ``tis_clipfrac`` counts both bounds."""
-    path = write_lines(
-        tmp_path / "m.jsonl",
-        steps(3, **{"train/tis": 0.99, "train/tis_clipfrac": 0.6, "train/train_rollout_logprob_abs_diff": 0.01}),
-    )
-    assert report_of(path)["facts"]["ratio_mean"] == 0.99
-    assert verdicts_of(path) == ["threshold_cuts_half"]
+# -- Records and files of other programs.
 
 
 def test_slimes_dumps_are_records(tmp_path):
@@ -103,32 +102,6 @@ def test_slimes_dumps_are_records(tmp_path):
     assert examine(read_evidence(tmp_path / "rollout.pt")).code == 3
 
 
-# -- NeMo-RL: loss_functions.py; sampling_importance_ratio is the mean of the weights behind all bounds.
-
-
-@pytest.mark.parametrize("k3", [0.0027, 0.001])
-def test_weights_of_nemo_rl_that_left_no_gradient(tmp_path, k3):
-    """The numbers of NeMo-RL#2269; a mean ρ of 0.06 beside this k3 would be impossible."""
-    metrics = {
-        "train/gen_kl_error": k3,
-        "train/token_mult_prob_error": 1.024,
-        "train/sampling_importance_ratio": 0.0596,
-        "train/grad_norm": 8.6e-5,
-    }
-    report = report_of(write_lines(tmp_path / "m.jsonl", steps(12, **metrics)))
-    assert report["exit_code"] == 1
-    assert "mean_weight" in [verdict["name"] for verdict in report["verdicts"]]
-    assert "ratio_mean" not in report["facts"]
-    assert "mean ρ" not in in_words(examine(read_evidence(tmp_path / "m.jsonl")))
-
-
-def test_two_thirds_of_nemo_rls_sequences_out_of_bounds(tmp_path):
-    metrics = {"train/gen_kl_error": 1e-3, "train/sampling_importance_ratio": 0.35, "train/is_oob_ratio": 0.65}
-    path = write_lines(tmp_path / "m.jsonl", steps(12, **metrics))
-    assert report_of(path)["exit_code"] == 1
-    assert "threshold_cuts_half" in verdicts_of(path)
-
-
 # -- TRL: grpo_trainer.py; transformers writes log_history into trainer_state.json.
 
 
@@ -156,14 +129,6 @@ def test_trls_trainer_state(tmp_path, difference, code):
     assert examine(read_evidence(folder)).evidence.program == "trl"
 
 
-def test_small_sequence_weights_of_trl_beside_a_near_engine_are_no_fault(tmp_path):
-    """TRL's default masks products over responses; 0.3 of them is the wrong level, and no broken engine."""
-    metrics = {"sampling/sampling_logp_difference/mean": 0.01, "sampling/importance_sampling_ratio/mean": 0.3}
-    report = report_of(write_lines(tmp_path / "m.jsonl", steps(12, **metrics)))
-    assert report["exit_code"] == 0
-    assert [verdict["name"] for verdict in report["verdicts"]] == ["long_products"]
-
-
 def test_tensorboards_folder(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
@@ -176,15 +141,7 @@ def test_tensorboards_folder(tmp_path):
     assert report_of(file)["exit_code"] == 1
 
 
-# -- prime-rl: train.py writes <tensor>/mean of each tensor, token_export.py a line of lists for each response.
-
-
-@pytest.mark.parametrize(("k3", "code"), [(5e-4, 0), (0.3, 1)])
-def test_metrics_of_prime_rl(tmp_path, k3, code):
-    metrics = {"mismatch_kl/all/mean": k3, "mismatch_kl/all/max": 9.0, "is_masked/mean": 0.01, "optim/grad_norm": 0.1}
-    path = write_lines(tmp_path / "m.jsonl", steps(12, **metrics))
-    assert report_of(path)["exit_code"] == code
-    assert report_of(path)["facts"]["k3_kl"] == k3
+# -- prime-rl: token_export.py writes a line of lists for each response.
 
 
 def test_token_exports_of_prime_rl_are_responses(tmp_path):
@@ -243,18 +200,6 @@ def test_weights_that_were_never_synced_are_no_temperature(noise, expected, seed
     verdicts = [verdict.rule.name for verdict in judge(facts_of_batch(noisy(noise, seed)))]
     assert verdicts[0] == expected
     assert "temperature" not in verdicts
-
-
-def test_inputs_that_have_nothing_to_do_with_each_other_by_verls_metrics(tmp_path):
-    """verl-omni#254: a Pearson correlation of 0.13."""
-    metrics = {
-        "rollout_corr/k3_kl": 3.2,
-        "training/rollout_actor_probs_pearson_corr": 0.13,
-        "training/rollout_probs_diff_mean": 0.4,
-    }
-    report = report_of(write_lines(tmp_path / "m.jsonl", steps(12, **metrics)))
-    assert [verdict["name"] for verdict in report["verdicts"]] == ["other_policy"]
-    assert report["proposal"]["preset"] == "disabled"
 
 
 # -- The end of a run, and single batches.

@@ -67,7 +67,7 @@ def test_files_and_rows_of_any_origin_are_one_batch(tmp_path, run, made):
 
 def test_bounds_of_token_weights_alone_are_drawn(tmp_path, run, made):
     """Bounds of sequence weights are on products of the ratios in the picture."""
-    presets = {"decoupled_token_icepop": 2, "decoupled_token_is": 1, "decoupled_seq_is": 0, "decoupled_geo_rs": 0}
+    presets = {"decoupled_token_icepop": 2, "decoupled_geo_rs": 0}
     for preset, lines in presets.items():
         shown, _ = run(made, "--rollout-correction-preset", preset, "--out", tmp_path / "a.svg")
         assert ("rollout_is_mean" in shown) == (preset != "decoupled_geo_rs")

@@ -3,7 +3,6 @@
 The policies of :mod:`tests.support.enumerated` are so small that a mean over their rows is an expectation.
 """
 
-import dataclasses
 import math
 
 import pytest
@@ -189,17 +188,6 @@ def test_what_the_loss_needs_is_named():
             step(toy, correction_of("decoupled", "token", **loss), of_each_token(toy, teacher, "jsd")[:1])
     with pytest.raises(ValueError, match="divergence"):
         policy_loss(toy.train, toy.rollout, toy.rewards, toy.mask, algorithm="distill")
-
-
-def test_settings_say_whether_a_divergence_is_needed():
-    assert PolicyLossConfig(algorithm="distill").distils
-    assert PolicyLossConfig(distillation_coef=COEF).distils
-    assert not PolicyLossConfig(distillation_kind="jsd").distils
-    assert correction_of("bypass", None).loss.distils
-    config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="distill")
-    assert config.applies_weights
-    assert "distillation" in config.describe()
-    assert dataclasses.replace(config, loss_type="ppo_clip").applies_weights is False
 
 
 # Advantages of the sampled tokens

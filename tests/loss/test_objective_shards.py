@@ -145,19 +145,6 @@ def test_values_gradients_and_counts_are_those_of_the_loops(name):
     assert (clipped_of_all_seeds["dual"] > 0) == objective.takes_dual_clip
 
 
-@pytest.mark.parametrize("algorithm", ["gmpo", "cppo", "ppo_clip", "gspo"])
-def test_an_advantage_of_0_is_of_neither_sign(algorithm):
-    """Log r of ±1 is beyond every bound, and an advantage of 0 pushes to neither side: no token is clipped."""
-    log_probs = float64([[-1.0, -2.0, -1.0], [-2.0, -1.0, -2.0]])
-    old_log_probs = log_probs.flip(0)
-    advantages = torch.zeros(2, dtype=torch.float64)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    policy = policy_loss(log_probs, old_log_probs, advantages, mask, algorithm=algorithm)
-    sums = sums_of(policy)
-    assert sums["clipped_low"] == sums["clipped_high"] == 0
-    assert not policy.per_token.any()
-
-
 def test_gmpo_takes_the_log_ratio_of_an_advantage_of_0_as_it_is():
     old_log_probs = float64([[-2.0, -2.0]])
     log_probs = old_log_probs + float64([[0.1, 1.0]])

@@ -172,15 +172,6 @@ def test_no_logits_are_held():
     assert largest - gradients <= 2.2 * 4 * chunk * width
 
 
-def test_no_tokens_are_fine():
-    weight = torch.randn(PADDED, HIDDEN, requires_grad=True)
-    hidden = torch.zeros(0, BATCH, HIDDEN, requires_grad=True)
-    results = linear_log_probs_and_entropy(hidden, weight, torch.zeros(0, BATCH, dtype=torch.int64))
-    (results[0].sum() + results[1].sum()).backward()
-    assert results[0].shape == (0, BATCH)
-    assert not weight.grad.any()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -148,14 +148,6 @@ def assert_textbook(outcomes, batch, scale=1):
     assert not grad[~batch.counted].any(), "masked tokens have a gradient"
 
 
-@pytest.mark.parametrize("sum_squares", [False, True])
-def test_gradients_pass_gradcheck(sum_squares):
-    batch = make(shape=(2, 3))
-    logits = batch.logits.nan_to_num().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: call(x, batch, sum_squares=sum_squares), (logits,))
-    assert torch.autograd.gradcheck(lambda x: log_probs_alone(x, batch), (logits,))
-
-
 @pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float64), (4, torch.float64), *((2, dtype) for dtype in DTYPES)])
 def test_shards_match_the_textbook(ranks, tp, dtype):
     for vocab_size in (PADDED, VOCABULARY, 3):
@@ -220,26 +212,6 @@ def test_views_of_other_memory(view):
     batch = make(torch.bfloat16)
     for outcome_of_choice in outcomes_of(batch, OPTIONS, call, view):
         assert_textbook([outcome_of_choice], batch)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_the_gradient_reaches_the_weights(inplace):
-    """Logits [s, b, v] of a matrix product are read as [b, s, v], as in a model."""
-    batch = make()
-    hidden = torch.eye(10, dtype=torch.float64).view(2, 5, 10).transpose(0, 1)
-    weight = batch.logits.reshape(10, PADDED).clone().nan_to_num().requires_grad_()
-    logits = (hidden @ weight).transpose(0, 1)
-    scalar(call(logits, batch, inplace_backward=inplace), batch).backward()
-    torch.testing.assert_close(weight.grad.view(2, 5, PADDED), textbook(batch)[1], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3)])
-def test_any_number_of_leading_dimensions(shape):
-    generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(*shape, PADDED, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
-    batch = Batch(logits, labels, torch.randn(3, *shape, generator=generator, dtype=torch.float64))
-    assert_textbook([outcome(batch)], batch)
 
 
 def without(batch, nowhere, instead=-math.inf):
@@ -386,17 +358,6 @@ def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp, shape):
         expected = [("MAX", tp, tokens), ("SUM", tp, numbers * tokens)] if tp > 1 else []
         calls = ranks.run(collectives, Layout(tp=tp), batch, [options | more for options in OPTIONS], function)
         assert calls == [[(expected, [])] * len(OPTIONS)] * tp
-
-
-def test_the_entropy_of_bfloat16_logits_is_that_of_the_rounded_logits():
-    temperature = 0.7
-    generator = torch.Generator().manual_seed(6)
-    scales = torch.tensor([0.0, 0.1, 1.0, 2.0, 4.0, 8.0]).unsqueeze(1)
-    logits = (scales * torch.randn(6, 32768, generator=generator)).bfloat16()
-    log_pi = torch.log_softmax(logits.double() / temperature, dim=-1)
-    labels = torch.zeros(6, dtype=torch.int64)
-    _, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, temperature=temperature)
-    assert (entropy + (log_pi.exp() * log_pi).sum(-1)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

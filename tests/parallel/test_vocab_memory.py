@@ -43,16 +43,6 @@ def gradient(logits, labels, mask, **options):
     return torch.autograd.grad(sum(result.sum() for result in results), logits)
 
 
-def test_the_profiler_sees_what_is_allocated_and_held():
-    def two_copies():
-        first = torch.zeros(TOKENS, WIDTH)
-        return first[:1] + (first + 1)[:1]
-
-    peak, at_end = allocated(two_copies)
-    assert peak == 2 * COPY + 4 * WIDTH
-    assert at_end == 4 * WIDTH
-
-
 @pytest.mark.parametrize(("dtype", "sum_squares", "results"), [(torch.float32, False, 8), (torch.bfloat16, True, 12)])
 def test_the_forward_needs_one_chunk_and_a_few_bytes_a_token(dtype, sum_squares, results):
     for trained in (True, False):

@@ -241,14 +241,6 @@ def folder(tmp_path):
     return tmp_path / "records"
 
 
-def test_the_command_prints_tables(folder, capsys):
-    assert main([str(folder), "--preset", "decoupled_token_is", "--preset", "bypass_ppo_clip"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("24 sequences, ")
-    for title in ("rejected tokens (sequences) by reward", "by length", "by age", "by turn", "ESS"):
-        assert title in text
-
-
 def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
     (tmp_path / "own.yaml").write_text("rollout_is: token\nrollout_is_threshold: 3.0\n")
     arguments = [str(folder), "--preset=decoupled_token_is", f"--correction={tmp_path}/own.yaml"]
