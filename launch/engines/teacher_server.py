@@ -211,7 +211,7 @@ class SglangTeacher(TeacherServer):
         )
 
 
-SERVERS = {"vllm": VllmTeacher, "sglang": SglangTeacher}
+SERVERS: dict[str, type[VllmTeacher] | type[SglangTeacher]] = {"vllm": VllmTeacher, "sglang": SglangTeacher}
 
 
 def _top(entry: Mapping[str, Any], top_k: int) -> list[tuple[int, int, float]]:
