@@ -329,6 +329,24 @@ def test_measuring(tmp_path):
     assert measured(MAIN[1], tmp_path) is None, "ended before its first step"
 
 
+def test_a_late_run_has_its_inclusion_rates_beside_the_expected_ones(tmp_path):
+    run = settings.SELECTION.runs[3]
+    finished_run(tmp_path, run)
+    assert measured(run, tmp_path).curves.keys() == {*results.MEASURES}
+    metrics = tmp_path / run.name / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows[2::2]:  # the last step of each batch of two
+        row["selection/inclusion_longest"] = 0.75
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    expected = [{"step": step, "expected/longest": 0.7, "expected/shortest": 0.9} for step in range(0, 12, 2)]
+    (tmp_path / run.name / LATE_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in expected))
+    outcome = measured(run, tmp_path)
+    assert outcome.curves.keys() == {*results.MEASURES, *results.LATE_METRIC_OF}
+    assert outcome.curves["inclusion_longest"] == [0.75, 0.75]
+    assert outcome.curves["expected_longest"] == [0.7, 0.7]
+    assert outcome.mean("expected_shortest") == pytest.approx(0.9)
+
+
 # Comparisons with five seeds.
 
 

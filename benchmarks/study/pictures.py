@@ -62,8 +62,13 @@ def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
     reference = [dict(outcome.policy) for outcome in seeds_of(outcomes, NONE, UNCORRECTED)]
     for axis, kind in zip(axes, STRONG, strict=True):
         _draw(axis, reference, "0.6", NONE.title, linestyle="--")
-        for how, colour in _COLOURS.items():
-            _draw(axis, [dict(outcome.policy) for outcome in seeds_of(outcomes, kind, how)], colour, how.title)
+        for correction, colour in _COLOURS.items():
+            _draw(
+                axis,
+                [dict(outcome.policy) for outcome in seeds_of(outcomes, kind, correction)],
+                colour,
+                correction.title,
+            )
         axis.set_title(kind.title)
         axis.set_ylim(-0.02, 1.02)
     axes[0].set_ylabel("reward of the trainer's policy")
@@ -78,9 +83,9 @@ def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
     grid = figure.subplots(len(_ROWS), len(STRONG), sharey="row")
     for (measure, (title, scale)), axes in zip(_ROWS.items(), grid, strict=True):
         for axis, kind in zip(axes, STRONG, strict=True):
-            for how, colour in _COLOURS.items():
-                curves = [_points(outcome.curves[measure]) for outcome in seeds_of(outcomes, kind, how)]
-                _draw(axis, curves, colour, how.title)
+            for correction, colour in _COLOURS.items():
+                curves = [_points(outcome.curves[measure]) for outcome in seeds_of(outcomes, kind, correction)]
+                _draw(axis, curves, colour, correction.title)
             axis.set_yscale(scale, **({"linthresh": 0.1} if scale == "symlog" else {}))
         axes[0].set_ylabel(title)
     for axis, kind in zip(grid[0], STRONG, strict=True):
@@ -111,7 +116,10 @@ def _draw(axis: Any, curves: Sequence[Points], colour: str, label: str, linestyl
     if not curves:
         return
     steps = sorted({step for curve in curves for step in curve})
-    at = [[curve[step] for curve in curves if step in curve] for step in steps]
+    values_at = [[curve[step] for curve in curves if step in curve] for step in steps]
     marker = "o" if len(steps) < WINDOW else None
-    axis.plot(steps, [fmean(some) for some in at], color=colour, label=label, linestyle=linestyle, marker=marker, ms=3)
-    axis.fill_between(steps, [min(some) for some in at], [max(some) for some in at], color=colour, alpha=0.15, lw=0)
+    means = [fmean(values) for values in values_at]
+    axis.plot(steps, means, color=colour, label=label, linestyle=linestyle, marker=marker, ms=3)
+    smallest = [min(values) for values in values_at]
+    largest = [max(values) for values in values_at]
+    axis.fill_between(steps, smallest, largest, color=colour, alpha=0.15, lw=0)

@@ -198,7 +198,7 @@ def _curve(rows: Sequence[Row], measure: str) -> list[float | None]:
 
 def value_of(row: Row, measure: str) -> float:
     """Return a measure of one step from its row of metrics; NaN if the row lacks it."""
-    metric = (METRIC_OF | LATE_METRIC_OF).get(measure)
+    metric = METRIC_OF.get(measure) or LATE_METRIC_OF.get(measure)
     if metric is not None:
         return row.get(metric, math.nan)
     kl, k3, chi2 = (row.get(f"rollout_corr/{name}", math.nan) for name in ("kl", "k3_kl", "chi2_token"))
