@@ -2,9 +2,9 @@
 
     python -m megatron_rc.launch.attribute --load CHECKPOINTS --engine-weights DIR records.jsonl
 
-The checkpoint's settings describe the model, which computes in float32. The trainer's log-probs are the recorded ones,
-or else the checkpoint's. The machine needs memory for four times the model in float32. With ``--rollout-url`` the
-engine's weights are read back from a running server.
+The checkpoint's settings describe the model, which computes in float32. The trainer's log-probs are the recorded ones;
+tokens without one get the checkpoint's. The machine needs memory for four times the model in float32. With
+``--rollout-url`` the engine's weights are read back from a running server.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from megatron_rc.attribution import Attribution
 from megatron_rc.attribution.picture import write_picture
@@ -27,6 +30,7 @@ from megatron_rc.launch.flags.commands import parse_attribute
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.train_ppo import cpu_backend, on_one_cpu
+from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.formats.jsonl import read_jsonl
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts
@@ -113,24 +117,36 @@ def attribution_of(request: argparse.Namespace, batch: RolloutBatch) -> Attribut
         is_replayed = config.replays_rollouts and batch.routed_experts is not None
         replay = RoutingReplay(config, groups, [chunk]) if is_replayed else None
 
-        cut = cut_batch(batch, config, groups)
-        if batch.old_log_probs is None:
-            scored = passes.score(model, cut, replay=replay)
+        local_batch = cut_batch(batch, config, groups)
+        train_log_probs = batch.label_old_log_probs()
+        # Other programs' files may lack the trainer's log-probs, and of several files some may lack them.
+        is_missing = local_batch.local.response_mask & ~is_log_prob(train_log_probs)
+        if is_missing.any():
+            scored = passes.score(model, local_batch, replay=replay)
             assert scored is not None, "one process has the last stage"
-            train_log_probs = scored.log_probs
-        else:
-            of_trainer = replace(batch, rollout_log_probs=batch.old_log_probs)
-            train_log_probs = of_trainer.label_aligned()[2]
+            train_log_probs = torch.where(is_missing, scored.log_probs, train_log_probs)
+            _note_missing(is_missing, local_batch.local.response_mask)
         return attribute_batch(
             model,
             passes,
-            cut,
+            local_batch,
             train_log_probs,
             engine.weights,
             replay=replay,
             nodes=request.nodes,
             intended_weights=engine.intended_weights,
             check=True,
+        )
+
+
+def _note_missing(is_missing: Tensor, response_mask: Tensor) -> None:
+    """Say for how many sampled tokens, [n, s] bool, the checkpoint gives the trainer's log-probs."""
+    num_missing = int(is_missing.sum())
+    num_tokens = int(response_mask.sum())
+    if num_missing < num_tokens:
+        sys.stderr.write(
+            f"note: {num_missing} of {num_tokens} sampled tokens have no log-prob of the trainer in the records: the "
+            "checkpoint's are taken for them\n"
         )
 
 

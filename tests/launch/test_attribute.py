@@ -127,6 +127,27 @@ def test_equal_weights_leave_the_whole_mismatch_to_the_rest(home, capsys):
     assert metrics["attribution/rest"] == pytest.approx(1)
 
 
+def test_the_checkpoint_scores_the_tokens_whose_log_probs_are_not_recorded(home, capsys):
+    """One file has the trainer's log-probs, another has none: together they are as two files without."""
+    folder, batch = home
+    with torch.no_grad():
+        scored = log_probs_of(model_of(folder / "trainer"), batch.tokens)
+    recorded = dataclasses.replace(batch, old_log_probs=torch.cat([torch.zeros(ROWS, 1), scored], dim=1))
+    save_rollouts(recorded, folder / "recorded.safetensors")
+    words = ["--load", folder / "run", "--engine-weights", folder / "engine", "--json", folder / "records.safetensors"]
+
+    assert code_of(command.main, *words, folder / "recorded.safetensors") == 0
+    printed = capsys.readouterr()
+    num_tokens = int(batch.response_mask.sum())
+    assert f"{num_tokens} of {2 * num_tokens} sampled tokens have no log-prob of the trainer" in printed.err
+
+    assert code_of(command.main, *words, folder / "records.safetensors") == 0
+    expected = json.loads(capsys.readouterr().out)
+    for name, share in json.loads(printed.out).items():
+        if name.startswith("attribution/"):
+            assert share == pytest.approx(expected[name], abs=1e-4), name
+
+
 def test_a_rounding_is_that_of_the_flag(home, tmp_path, capsys):
     """Rounded weights of the trainer have parts in the linear layers alone, beside those of bfloat16."""
     folder, _ = home
