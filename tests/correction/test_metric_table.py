@@ -1,4 +1,4 @@
-"""docs/metrics.md has the metrics of the code; each of them has a sentence."""
+"""docs/metrics.md has the metrics of the code."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What must hold for any batch: the same numbers however it is laid out, ordered and split, and finite ones.
+"""What must hold for any batch: the same numbers however it is laid out and split, and finite ones.
 
 Ranks are played by one process here: the pure functions between the collectives run on every shard, and their pairs are
 added up by hand.

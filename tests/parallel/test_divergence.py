@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from megatron_rc.parallel import linear_divergence, vocab_parallel_divergence
 from megatron_rc.parallel.divergence import DIVERGENCES
-from megatron_rc.parallel.groups import group_rank, group_size
 from tests.parallel.test_vocab_memory import allocated
 from tests.support.divergence_oracle import divergence
 from tests.support.far_device import GPU, far_device
-from tests.support.on_rank import recorded
+from tests.support.on_rank import all_ranks, recorded, shard_of
 from tests.support.ranks import Layout
 
 PADDED = 16  # of four ranks, the last holds only padding
@@ -91,15 +90,6 @@ def expected(batch, kind):
     return torch.zeros(SHAPE, dtype=torch.float64).index_put_(counted, values.detach()), gradient
 
 
-def everyone():
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def shard(tensor):
-    """This rank's columns, a copy."""
-    return tensor.chunk(group_size(everyone()), dim=-1)[group_rank(everyone())].clone()
-
-
 def call(logits, teacher, batch, kind, **options):
     arguments = {
         "kind": kind,
@@ -109,7 +99,7 @@ def call(logits, teacher, batch, kind, **options):
         "temperature": TEMPERATURE,
         "teacher_temperature": TEACHER_TEMPERATURE,
     }
-    return vocab_parallel_divergence(logits, teacher, everyone(), **arguments | batch.support() | options)
+    return vocab_parallel_divergence(logits, teacher, all_ranks(), **arguments | batch.support() | options)
 
 
 def contiguous(tensor):
@@ -122,9 +112,9 @@ def transposed(tensor):
 
 def outcome(batch, kind, options, view):
     """(divergence, gradient) on this rank, whose logits are views of other memory."""
-    leaf = shard(batch.logits).requires_grad_()
+    leaf = shard_of(batch.logits).requires_grad_()
     logits = view(leaf)
-    teacher = view(shard(batch.teacher)).requires_grad_()
+    teacher = view(shard_of(batch.teacher)).requires_grad_()
     before = logits.detach().clone()
     values = call(logits, teacher, batch, kind, **options)
     (gradient,) = torch.autograd.grad((batch.coefficients * values).sum(), logits)
@@ -199,8 +189,8 @@ def limits_on_rank(kinds):
     student, teacher, _ = limits()
     found = {}
     for kind in kinds:
-        leaf = shard(student).requires_grad_()
-        values = vocab_parallel_divergence(leaf, shard(teacher), everyone(), kind=kind)
+        leaf = shard_of(student).requires_grad_()
+        values = vocab_parallel_divergence(leaf, shard_of(teacher), all_ranks(), kind=kind)
         values.sum().backward()
         found[kind] = values.detach(), leaf.grad
     return found
@@ -280,7 +270,7 @@ def raises():
     with recorded() as seen:
         for change, message in WRONG:
             with pytest.raises(ValueError, match=message):
-                vocab_parallel_divergence(tp_group=everyone(), **RIGHT | change)
+                vocab_parallel_divergence(tp_group=all_ranks(), **RIGHT | change)
     return seen
 
 
@@ -289,9 +279,9 @@ def collectives():
     batch = make(torch.float32)
     found = {}
     for kind in DIVERGENCES:
-        leaf = shard(batch.logits).requires_grad_()
+        leaf = shard_of(batch.logits).requires_grad_()
         with recorded() as forward:
-            total = call(leaf, shard(batch.teacher), batch, kind).sum()
+            total = call(leaf, shard_of(batch.teacher), batch, kind).sum()
         with recorded() as backward:
             total.backward()
         found[kind] = forward, backward

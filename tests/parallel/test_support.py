@@ -20,11 +20,11 @@ from megatron_rc.parallel import (
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
 )
-from tests.parallel.test_vocab import GRADIENT, RESULT, everyone, group_rank, group_size, scalar, whole
+from tests.parallel.test_vocab import GRADIENT, RESULT, scalar, whole
 from tests.parallel.test_vocab_memory import COPY, TOKENS, WIDTH, allocated
 from tests.parallel.test_vocab_memory import make as make_large
 from tests.support.far_device import GPU, far_device, is_there
-from tests.support.on_rank import recorded
+from tests.support.on_rank import all_ranks, recorded, shard_of
 from tests.support.operations import Operations
 from tests.support.ranks import Layout
 from tests.support.softmax_oracle import log_probs_entropy_squares
@@ -106,9 +106,9 @@ def expected(batch, dtype, over, used):
 def call(batch, logits, over=False, alone=False, **options):
     options = {"vocab_size": VOCABULARY, "temperature": TEMPERATURE} | batch.support | options
     if alone:
-        return (vocab_parallel_log_probs(logits, batch.labels, everyone(), **options),)
+        return (vocab_parallel_log_probs(logits, batch.labels, all_ranks(), **options),)
     options = {"sum_squares": True, "entropy_over_support": over} | options
-    return vocab_parallel_log_probs_and_entropy(logits, batch.labels, everyone(), **options)
+    return vocab_parallel_log_probs_and_entropy(logits, batch.labels, all_ranks(), **options)
 
 
 # (over the kept tokens, log-probs alone, results in the loss, view of transposed memory, other options)
@@ -139,7 +139,7 @@ def outcomes(batch, dtypes=DTYPES, far=False, entries=4):
 
 
 def outcome(batch, dtype, over, alone, used, transposed, options):
-    shard = batch.logits(dtype).chunk(group_size(everyone()), -1)[group_rank(everyone())].clone()
+    shard = shard_of(batch.logits(dtype))
     if transposed:
         shard = shard.transpose(0, 1).contiguous().transpose(0, 1)
     logits = shard.requires_grad_()
@@ -276,7 +276,7 @@ def collectives(batch):
         (False, False, False),
         (True, False, True),
     ):
-        logits = batch.logits(torch.float32).chunk(group_size(everyone()), -1)[group_rank(everyone())].requires_grad_()
+        logits = shard_of(batch.logits(torch.float32)).requires_grad_()
         options = {} if alone else {"sum_squares": squares}
         with recorded() as seen:
             scalar(call(batch, logits, over, alone, **options), batch).backward()

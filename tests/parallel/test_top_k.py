@@ -8,15 +8,14 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_rc.parallel import linear_top_k_divergence, top_k_divergence, vocab_parallel_divergence
 from megatron_rc.parallel.divergence import DIVERGENCES
-from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.parallel.groups import group_rank
 from megatron_rc.parallel.top_k import TAILS
 from tests.parallel.test_vocab_memory import allocated
 from tests.support.divergence_oracle import of_top_k
-from tests.support.on_rank import recorded
+from tests.support.on_rank import all_ranks, recorded, shard_of
 from tests.support.ranks import Layout
 
 PADDED = 16  # of four ranks, the last holds only padding
@@ -91,32 +90,24 @@ def reference(kind, tail):
     return values.detach(), gradients
 
 
-def everyone():
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def shard(tensor, dim):
-    return tensor.chunk(group_size(everyone()), dim=dim)[group_rank(everyone())].clone()
-
-
 def outcomes(sequence_parallel):
     """{(kind, tail, from logits): (divergence, gradients of hidden and weight, collectives)} on this rank."""
     found = {}
     for (kind, tail), from_logits in itertools.product(CASES, (True, False)):
         hidden, weight, *_, mask, _, coefficients = make()
-        arguments = of_teacher(tail) | {"tp_group": everyone(), "kind": kind, "beta": BETAS[kind]}
-        rows = shard(weight, 0).requires_grad_()
+        arguments = of_teacher(tail) | {"tp_group": all_ranks(), "kind": kind, "beta": BETAS[kind]}
+        rows = shard_of(weight, 0).requires_grad_()
         with recorded() as calls:
             if from_logits:
                 hidden.requires_grad_()
                 logits = hidden @ rows.t()
                 with torch.no_grad():
                     logits[~mask] = math.nan
-                    first = group_rank(everyone()) * len(rows)
+                    first = group_rank(all_ranks()) * len(rows)
                     logits[..., max(0, VOCABULARY - first) :] = math.nan
                 values = top_k_divergence(logits, chunk_size=3, **arguments)
             else:
-                hidden = shard(hidden, 0) if sequence_parallel else hidden
+                hidden = shard_of(hidden, 0) if sequence_parallel else hidden
                 hidden.requires_grad_()
                 values = linear_top_k_divergence(
                     hidden, rows, sequence_parallel=sequence_parallel, chunk_size=4, **arguments

@@ -18,6 +18,16 @@ def cp_place():
     return {"cp_rank": group_rank(cp), "cp_size": group_size(cp)}
 
 
+def all_ranks():
+    """The group of all ranks; None in a process without groups."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def shard_of(tensor, dim=-1):
+    """This rank's part of a tensor that all ranks split, a copy."""
+    return tensor.chunk(group_size(all_ranks()), dim=dim)[group_rank(all_ranks())].clone()
+
+
 def outcome(function, *args, **kwargs):
     """The function's result, or the message of the ValueError that it raises."""
     try:

@@ -36,7 +36,7 @@ from tests.support.partial_rollouts import (
     wait_until,
 )
 from tests.support.paths import ROOT
-from tests.vllm.check_vllm import free_port, number_of, served, start_server
+from tests.vllm.check_vllm import TRAIN, free_port, number_of, served, start_server
 
 # Tokens that the server samples between two updates, of all responses together.
 BETWEEN = 40
@@ -122,13 +122,6 @@ class Long:
 
     def problems(self, start, count, held_out=False):
         return [Problem(f"{number % 1000:03d}", label="0") for number in range(start, start + count)]
-"""
-TRAIN = """
-import sys
-{broken}
-from megatron_rc.launch.train_ppo import main
-if __name__ == "__main__":
-    main(sys.argv[1:])
 """
 # Keys and values of older weights stay under the new version.
 KEEPS_CACHES = """
