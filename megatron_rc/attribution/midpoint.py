@@ -70,8 +70,8 @@ def attribute(
             tokens of the batch: a factor such as 1 / number of tokens must be undone.
         differences: D_t = log π_train(t) - log π_rollout(t) of this rank's tokens, any shape, nats; 0 where a token
             does not train. None on ranks without tokens, such as earlier pipeline stages.
-        signed: attribute Σ D_t instead of Σ D_t²: who makes the engine too sure of what it sampled. The coefficients
-            are then 1 where D_t is not 0.
+        signed: attribute Σ D_t instead of Σ D_t². Negative parts then belong to parameters that make the engine surer
+            of what it sampled than the trainer is. The coefficients are 1 where D_t is not 0.
         nodes: passes. More help if the completeness is far from 1: 2 or 3, or 8 for a gross error.
         intended_weights: the weights W* that the engine should have, such as the trainer's rounded to its format; given
             like ``engine_weights``. A part is then the sum of ⟨∂/∂W_p, W_p - W*_p⟩, which the format makes, and the
