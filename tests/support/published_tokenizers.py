@@ -1,8 +1,8 @@
 """Tokenizers and ends of families as their publishers ship them, over bytes alone.
 
-Special tokens, classes and templates are the publishers' own; the vocabularies are the 256 bytes and the special tokens,
-and gpt-oss's template is shortened to its turns. Kimi-K2's own tokenizer is code: it has the ``tokenizer.json`` that
-the documents ask for.
+Special tokens and the entries that name them are the publishers' own. The vocabularies are the 256 bytes and the
+special tokens; templates are shortened to their turns. Kimi-K2's own tokenizer is code: it has the ``tokenizer.json``
+that the documents ask for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.support.published_configs import PUBLISHED
 
 BYTES = 256
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
