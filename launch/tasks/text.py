@@ -175,7 +175,9 @@ class HuggingFaceText(Text):
                 "--tokenizer-model"
             )
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                folder, config=_unknown_config(Path(folder)), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # broken files raise many kinds
             why = " ".join(str(error).split())
             if "trust_remote_code" in why:  # this message names an option that does not exist here
@@ -272,6 +274,22 @@ class HuggingFaceText(Text):
         spelled = self.tokenizer.encode(text, add_special_tokens=False)
         appended = _count_at_end(ids, self.eos) - _count_at_end(spelled, self.eos)
         return ids[: len(ids) - appended]
+
+
+def _unknown_config(folder: Path) -> Any:
+    """An empty config, if transformers does not know the ``model_type`` beside a tokenizer, such as Kimi-K2's.
+
+    With it, the tokenizer's own files are read; otherwise transformers reads the model's config first, and fails. None:
+    transformers knows the model, or there is none.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    kind = entries.get("model_type") if isinstance(entries, dict) else None
+    return PretrainedConfig() if isinstance(kind, str) and kind not in CONFIG_MAPPING else None
 
 
 def _count_at_end(token_ids: Sequence[int], token: int) -> int:

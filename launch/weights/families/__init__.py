@@ -35,7 +35,7 @@ FAMILIES = {
     )
 }
 # Reasons why the tables do not have some ``model_type``s, with the Megatron-Core that was tried.
-_LINEAR = "megatron-core 0.19.2 asserts Transformer Engine for its gated delta net, so no CPU can run the layers"
+_LINEAR = "megatron-core 0.19.2 needs Triton kernels of flash-linear-attention for its gated delta net: no CPU runs it"
 NOT_IN_TABLES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _LINEAR),
 }

@@ -20,6 +20,9 @@ LATENT = [word for word in LLAMA if "group" not in word]
 LATENT += """--num-layers=5 --multi-latent-attention --q-lora-rank=48 --kv-lora-rank=32 --qk-head-dim=32
 --qk-pos-emb-head-dim=16 --v-head-dim=24 --qk-layernorm --moe-layer-freq=[0]*2+[1]*3
 --moe-shared-expert-intermediate-size=192 --moe-router-score-function=sigmoid --moe-router-enable-expert-bias""".split()
+SINKS = [word for word in LLAMA if word not in ("--disable-bias-linear", "--swiglu")]
+SINKS += """--softmax-type=learnable --window-size=15,0 --window-attn-skip-freq=2 --quick-geglu --glu-linear-offset=1
+--activation-func-clamp-value=7""".split()
 RECOMPUTED = "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1".split()
 
 CASES = {
@@ -35,6 +38,8 @@ CASES = {
     "latent": (Layout(pp=2, dp=2, ep=2), LATENT, [*EXPERTS, "--decoder-first-pipeline-num-layers=3"]),
     "latent-small": (Layout(), LATENT, [*EXPERTS, "--hidden-size=256", "--num-attention-heads=8"]),
     "biases": (Layout(pp=2), LLAMA, ["--add-qkv-bias", "--qk-layernorm", "--kv-channels=24"]),
+    "sinks": (Layout(dp=2, ep=2), SINKS, EXPERTS),
+    "sinks-packed": (Layout(cp=2), SINKS, [*EXPERTS, "--rl-use-sequence-packing"]),
     "experts-fused": (Layout(dp=2, ep=2), LLAMA, [*EXPERTS, "--fused-linear-log-probs"]),
 }
 IN_SUITE = ("gpt2-reference", "virtual", "experts-fused", "latent-small")

@@ -230,6 +230,8 @@ TABLES = {
         --defer-embedding-wgrad-compute --fused-linear-log-probs :: --defer-embedding-wgrad-compute | --fused-linear
         --no-initialization :: --no-initialization | --load
         --no-rope-freq=often :: --no-rope-freq | 'often'
+        --window-size=5 :: --window-size | 127,0 | '5'
+        --window-size=4,0 --window-attn-skip-freq=[1]*3 :: --window-attn-skip-freq [1]*3 is of 3 layers
         @2 PP --decoder-first-pipeline-num-layers=4 :: Megatron-Core refuses --decoder-first-pipeline-num-layers 4
         @2 PP --decoder-first-pipeline-num-layers=5 :: --decoder-first-pipeline-num-layers 5 | --num-layers 4
         @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: refuses --decoder-last

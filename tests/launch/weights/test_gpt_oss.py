@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: experts in MXFP4, which are read as bfloat16, and what their biases need."""
+"""gpt-oss: published experts in MXFP4, what their biases need, and a run that learns from its engine."""
 
 import json
 
@@ -7,6 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_rc.launch import export
+from megatron_rc.launch.engines.rounding import Rounding, round_weight
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.weights.contents import check_contents
 from megatron_rc.parallel import ParallelGroups
@@ -14,6 +16,7 @@ from tests.launch.weights.test_weights import load_and_export
 from tests.support.published_models import GPT_OSS, save_random, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import run_config
+from tests.support.training_runs import LIVE, rows, run_training
 
 # MXFP4 has blocks of 32 numbers.
 CONFIG = transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 64, "sliding_window": 3})
@@ -77,3 +80,36 @@ def test_ranks_that_hold_some_experts_do_not_send_them_alone(published):
     ]
     with pytest.raises(ConfigurationError, match="--rollout-weight-transfer gloo with --expert-model-parallel-size 2"):
         run_config([*words, "--rollout-weight-transfer=gloo"], world_size=2)
+
+
+def test_stacked_experts_are_rounded_row_by_row():
+    model = transformers.AutoModelForCausalLM.from_config(CONFIG)
+    rounded = Rounding(model, "fp8-e4m3")
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(4, 32, 128, generator=generator)
+    expected = torch.stack([round_weight(expert.t(), "fp8-e4m3", True).t() for expert in stack])
+    assert torch.equal(rounded("model.layers.0.mlp.experts.gate_up_proj", stack), expected)
+    assert torch.equal(rounded("model.layers.0.mlp.experts.gate_up_proj_bias", stack[0]), stack[0].bfloat16().float())
+
+
+def test_a_run_learns_from_the_default_engine(ranks, tmp_path):
+    """In float32 the engine's policy is the trainer's at every step; the checkpoint is the exported model."""
+    folder = save_random(transformers.GptOssConfig(**GPT_OSS | {"vocab_size": 103}), tmp_path / "model", 3)
+    layout = Layout(tp=2, sp=True, etp=1)
+    words = [*words_of(folder, layout), *LIVE, "--num-layers=4", f"--runs-dir={tmp_path}", "--train-iters=2"]
+    words += ["--rl-use-sequence-packing", "--rollout-dtype=fp32", "--moe-enable-routing-replay"]
+    words += [f"--save={tmp_path}/checkpoints", f"--save-hf={tmp_path}/hf"]
+    assert set(ranks.run(run_training, layout, words)) == {None}
+    steps = rows(tmp_path)
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["rollout_corr/k3_kl"] < 1e-9 for row in steps)
+    assert all(row["grad_norm"] > 0 for row in steps)
+
+    export.main(["--load", f"{tmp_path}/checkpoints", "--save-hf", f"{tmp_path}/exported"])
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    written = load_file(tmp_path / "hf" / "step-2" / "model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    assert exported.keys() == written.keys() == before.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, written[name]), name
+        assert not torch.equal(tensor, before[name]), name

@@ -41,7 +41,7 @@ def installed(monkeypatch):
 def test_without_it_the_reason_is_named(folder, tmp_path):
     with pytest.raises(ConfigurationError, match=r"'mystery' is not known; known are .*llama.* Megatron-Bridge with"):
         read_architecture(changed(folder, tmp_path, OTHER))
-    with pytest.raises(ConfigurationError, match=r"'qwen3_next' is not known \(megatron-core 0\.19\.2 asserts"):
+    with pytest.raises(ConfigurationError, match=r"'qwen3_next' is not known \(megatron-core 0\.19\.2 needs"):
         read_architecture(changed(folder, tmp_path, {"model_type": "qwen3_next"}))
 
 

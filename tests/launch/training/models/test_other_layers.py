@@ -20,19 +20,20 @@ SGD += ["--rollout-rs-threshold=1e-9_1e9,1e9"]
 # sinks, windows and biases of experts.
 NAMES = ("llama-yarn", "glm4", "olmo2", "gpt_oss")
 CASES = [(name, Layout(tp=2, sp=True, pp=2), ()) for name in ("llama-yarn", "glm4", "olmo2")]
-# Experts with biases are not split: the ranks of a TP group have other experts, or the same ones with other tokens.
+# Experts that are not split: the ranks of a TP group have other experts, or the same ones with other tokens.
 CASES += [
     ("gpt_oss", Layout(tp=2, sp=True, pp=2, etp=1), ()),
     ("gpt_oss", Layout(tp=2, sp=True, ep=2, etp=1), ()),
     ("gpt_oss", Layout(cp=2, ep=2), ()),
     ("gpt_oss", Layout(cp=2), ("--rl-use-sequence-packing",)),
+    ("qwen3_moe", Layout(tp=2, sp=True, etp=1), ()),
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A random model of each architecture."""
-    return {name: save_random(MODELS[name], tmp_path_factory.mktemp(name), 5) for name in NAMES}
+    return {name: save_random(MODELS[name], tmp_path_factory.mktemp(name), 5) for name in (*NAMES, "qwen3_moe")}
 
 
 def gradients(words, tokens, upstream):
