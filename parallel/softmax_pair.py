@@ -76,13 +76,25 @@ class _Part:
             return self.kept.gathered(rows[self.index])
         return rows[self.index, : self.columns]
 
-    def write(self, out: Tensor, gradient: Tensor) -> None:
-        """Write the gradient, [rows of the part, columns of the part], into these rows of ``out``."""
+    def write_product(self, out: Tensor, values: Tensor, factor: Tensor) -> None:
+        """Write values · factor into these rows of ``out``.
+
+        Args:
+            out: like the rows of all tokens.
+            values: [rows of the part, columns of the part]; may be overwritten.
+            factor: like ``values``, or [rows of the part, 1].
+        """
+        if self.kept is None and isinstance(self.index, slice):
+            # A view, so that nothing is copied before it is rounded.
+            view = out[self.index, : self.columns]
+            if view.dtype == values.dtype:
+                torch.mul(values, factor, out=view)
+            else:
+                view.copy_(values.mul_(factor))
+            return
+        gradient = values.mul_(factor)
         if self.kept is not None:
             out[self.index] = self.kept.scattered(gradient, like=out)
-        elif isinstance(self.index, slice):
-            # A view, so that nothing is copied before it is rounded.
-            out[self.index, : self.columns].copy_(gradient)
         else:
             out[self.index, : self.columns] = gradient.to(out.dtype)
 
@@ -228,8 +240,8 @@ def write_pair_gradient(
                 mean=factors.mean[part.index].unsqueeze(1),
                 grad=factors.grad[part.index].unsqueeze(1),
             )
-            gradient = gradient_of(x, y, chunk_factors, scratch.of(x), options, careful=careful)
-            part.write(out, gradient)
+            values, factor = gradient_of(x, y, chunk_factors, scratch.of(x), options, careful=careful)
+            part.write_product(out, values, factor)
     _zero_rows(out, ~factors.counted)
 
 
@@ -284,10 +296,10 @@ def _chunk_statistics(
         statistics = torch.stack([largest_x, largest_y, sum_x, sum_y])
         if not options.is_alone:
             return statistics
-        # The sums are those of the whole rows, so that p and q are known while the cache has them.
-        p.div_(sum_x.unsqueeze(1))
-        q.div_(sum_y.unsqueeze(1))
-        return torch.cat([statistics, _mixture_sums(p, q, third, options)])
+        # The sums are those of the whole rows, so that p and q are known while the cache has them. Both stay multiplied
+        # by the teacher's sum, and so are the sums over the mixture.
+        p.mul_((sum_y / sum_x).unsqueeze(1))
+        return torch.cat([statistics, _mixture_sums(p, q, third, options) / sum_y])
 
     # ``first`` is the policy whose mean the divergence is.
     first, second = (student, teacher) if options.kind == "reverse_kl" else (teacher, student)
@@ -345,30 +357,30 @@ class _ChunkFactors(NamedTuple):
 
 def _reverse_kl_gradient(
     x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
-) -> Tensor:
-    """Return grad · p (a - b - D), D the divergence, in one of the buffers."""
+) -> tuple[Tensor, Tensor]:
+    """Return p and grad · (a - b - D), D the divergence, in buffers: the gradient is their product."""
     log_p, log_q, _ = buffers
     _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     factor = torch.sub(log_p, log_q, out=log_q)
     p = log_p.exp_()
     if careful:
         factor.masked_fill_(p == 0, 0)
-    return p.mul_(factor.sub_(factors.mean).mul_(factors.grad))
+    return p, factor.sub_(factors.mean).mul_(factors.grad)
 
 
 def _forward_kl_gradient(
     x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
-) -> Tensor:
-    """Return grad · (p - q), in one of the buffers."""
+) -> tuple[Tensor, Tensor]:
+    """Return p - q in a buffer, and grad, [rows, 1]: the gradient is their product."""
     log_p, log_q, _ = buffers
     _log_probs(x, y, factors.normalizers, log_p, log_q, options)
-    return log_p.exp_().sub_(log_q.exp_()).mul_(factors.grad)
+    return log_p.exp_().sub_(log_q.exp_()), factors.grad
 
 
 def _jsd_gradient(
     x: Tensor, y: Tensor, factors: _ChunkFactors, buffers: tuple[Tensor, ...], options: PairOptions, *, careful: bool
-) -> Tensor:
-    """Return grad · (1 - β) p (a - log m - mean), in one of the buffers."""
+) -> tuple[Tensor, Tensor]:
+    """Return p and grad · (1 - β) (a - log m - mean), in buffers: the gradient is their product."""
     log_p, log_q, log_mixture = buffers
     _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     p = log_p.exp_()
@@ -376,7 +388,7 @@ def _jsd_gradient(
     _make_positive(p)
     # a - log m is -log(m/p).
     factor = _log_mixture(q, p, options.beta, log_mixture).add_(factors.mean)
-    return p.mul_(factor.mul_(factors.grad * (options.beta - 1)))
+    return p, factor.mul_(factors.grad * (options.beta - 1))
 
 
 _GRADIENTS = {"reverse_kl": _reverse_kl_gradient, "forward_kl": _forward_kl_gradient, "jsd": _jsd_gradient}
