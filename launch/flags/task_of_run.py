@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.task import check_room
 from megatron_rc.launch.flags.command import Command, Values
 from megatron_rc.launch.python_specs import is_python_spec
-from megatron_rc.launch.run_config.data import EVAL_PROBLEMS, eval_files, keys_of_files
+from megatron_rc.launch.run_config.data import EVAL_PROBLEMS, eval_files
 from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.tasks import Task, Text, make_task
 from megatron_rc.launch.tasks.ends import STOP_TOKENS, choose_ends
@@ -169,11 +169,17 @@ def _held_out(values: Values, trained: RowFormat) -> list[HeldOut]:
 
 
 def _keys_of_files(values: Values, flag_name: str, names: list[str], default: str) -> list[str]:
-    keys = values[flag_name] or ()
-    try:
-        return keys_of_files(keys, names, default)
-    except ValueError as problem:
-        raise ConfigurationError(f"{flag(flag_name)} {' '.join(keys)} {problem}") from problem
+    """Return the key for each of the named files, from words KEY, for all files, or NAME=KEY, for one."""
+    typed = as_typed(flag_name, values[flag_name])
+    keys = dict[str, str]()
+    for word in values[flag_name] or ():
+        name, equals, key = word.rpartition("=")
+        if equals and name not in names:
+            raise ConfigurationError(f"{typed} names no file of --eval-data: {name!r} is none of {', '.join(names)}")
+        if name in keys:
+            raise ConfigurationError(f"{typed} gives two keys for {name or 'all files'}")
+        keys[name] = key
+    return [keys.get(name, keys.get("", default)) for name in names]
 
 
 def _too_few_embeddings(values: Values, tokens: int) -> str:

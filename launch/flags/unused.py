@@ -260,6 +260,11 @@ LATER_RULES = (
         lambda run: run.train_iters > (10 if run.profile_step_start is None else run.profile_step_start),
         "profile",
     ),
+    Rule(
+        "--profile-ranks of this run",
+        lambda run: any(0 <= rank < run.world_size for rank in run.profile_ranks or (0,)),
+        "profile",
+    ),
 )
 
 

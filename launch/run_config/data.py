@@ -34,23 +34,6 @@ def eval_files(words: Sequence[str]) -> list[EvalFile]:
     return files
 
 
-def keys_of_files(words: Sequence[str], names: Sequence[str], default: str) -> list[str]:
-    """Return the key for each of the named files, from words KEY, for all files, or NAME=KEY, for one.
-
-    Raises:
-        ValueError: a word names no such file, or two words are for the same files; says so as a verb.
-    """
-    keys = dict[str, str]()
-    for word in words:
-        name, equals, key = word.rpartition("=")
-        if equals and name not in names:
-            raise ValueError(f"names no file of --eval-data: {name!r} is none of {', '.join(names)}")
-        if name in keys:
-            raise ValueError(f"gives two keys for {name or 'all files'}")
-        keys[name] = key
-    return [keys.get(name, keys.get("", default)) for name in names]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataSection(Section):
     """Files of prompts, and the keys of their rows.

@@ -365,3 +365,9 @@ def test_flags_that_do_nothing_are_one_line_and_change_nothing(tmp_path, caplog,
     for word in unused.split() if needs else ():
         assert f"{word.partition('=')[0]} " in lines[0]
     assert all(part in lines[0] for part in needs.split(" | ") if part)
+
+
+def test_a_profile_of_ranks_that_the_run_does_not_have_does_nothing(tmp_path):
+    config, _ = configure(flags(tmp_path, "--profile", "--profile-ranks", "1", "2"), 1, engine=False)
+    assert config.unused == ("--profile (needs --profile-ranks of this run)",)
+    assert not config.logging.profile
