@@ -86,16 +86,13 @@ RUNS = [
     Run(Layout(tp=2, sp=True), per_token_loss=True, flags=RECOMPUTED),
     Run(Layout(pp=2, vpp=True), packed=True, per_token_loss=True),
     Run(Layout(cp=2)),
-    Run(Layout(dp=2), packed=True),
     Run(Layout(dp=2), flags=OVERLAPPED, is_exact=False),
     Run(Layout(tp=2, dp=2), flags=DISTRIBUTED, is_exact=False, packed=True),
-    Run(Layout(dp=2, ep=2), has_experts=True),
     Run(Layout(tp=2, dp=2, ep=2, sp=True), has_experts=True, packed=True),
 ]
 REDUCED = [
     Run(Layout(tp=2, pp=2, sp=True), is_reduced=True),
     Run(Layout(dp=2, ep=2), has_experts=True, is_reduced=True),
-    Run(Layout(dp=2), flags=DISTRIBUTED, is_exact=False, is_reduced=True),
     Run(Layout(pp=2, dp=2, ep=2), flags=DISTRIBUTED, is_exact=False, has_experts=True, is_reduced=True),
 ]
 
