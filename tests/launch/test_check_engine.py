@@ -76,7 +76,6 @@ def findings(words, fault):
 ABOUT = ["shift", "temperature and log-prob mode", "weights", "tokenizer", "end of text", "rewards"]
 # A fault of the engine, flags, the findings, and words of one of them.
 FAULTS = [
-    (None, "", set(), ""),
     (None, "--rl-default-temperature=0.6", set(), ""),
     ("shift", "", {"shift", "weights"}, "shifted by +1"),
     ("stale", "", {"weights"}, "other weights, a stale cache, or another tokenizer"),
