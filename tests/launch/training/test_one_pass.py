@@ -82,7 +82,7 @@ CASES = [
     Case(Layout(cp=2, dp=2), "ppo", **PACKED, **PER_BATCH, size=4),
     Case(Layout(cp=2, dp=2), "ppo normalised", **PADDED, **PER_TOKEN, size=4),
     Case(Layout(pp=2, cp=2), "gspo", **PADDED, **PER_BATCH, size=8),
-    Case(Layout(tp=2, pp=2, cp=2), "reinforce normalised", **PACKED, **PER_TOKEN, size=8),
+    Case(Layout(tp=2, pp=2), "reinforce normalised", **PACKED, **PER_TOKEN, size=8),
 ]
 LAYOUTS = list(dict.fromkeys(case.layout for case in CASES))
 

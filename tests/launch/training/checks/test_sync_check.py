@@ -136,9 +136,9 @@ def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
     ("layout", "more", "model"),
     [
         (Layout(tp=2, pp=2, sp=True), ["--rollout-dtype=fp32"], LLAMA),
-        (Layout(cp=2, dp=2), ["--rollout-dtype=fp8-e4m3", "--rl-default-temperature=0.7"], GPT2),
+        (Layout(dp=2), ["--rollout-dtype=fp8-e4m3", "--rl-default-temperature=0.7"], GPT2),
     ],
-    ids=["tp2-pp2-sp-fp32", "cp2-dp2-fp8"],
+    ids=["tp2-pp2-sp-fp32", "dp2-fp8"],
 )
 def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout, more, model):
     assert set(ranks.run(run_training, layout, flags(tmp_path, *RUN, *layout.flags(), *more, model=model))) == {None}

@@ -63,7 +63,6 @@ class MoeCase(Case):
 
 CASES = [
     MoeCase(Layout(dp=2, ep=2), "decoupled", dispatcher="allgather", per_token_loss=True, size=2),
-    MoeCase(Layout(dp=2, ep=2), "bypass reinforce", packed=True),
     MoeCase(Layout(cp=2, ep=2), "bypass ppo_clip", variant=1),
     MoeCase(Layout(tp=2, dp=2, ep=2, sp=True), "bypass ppo_clip", variant=1, packed=True, per_token_loss=True),
     MoeCase(Layout(pp=2, dp=2, ep=2), "decoupled"),

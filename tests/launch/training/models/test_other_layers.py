@@ -70,7 +70,8 @@ def train(words):
     return dict(export_model(trainer.chunks, trainer.config, trainer.groups))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Positions alone are the same in every layout.
+@pytest.mark.parametrize("name", ["glm4", "olmo2"])
 def test_layouts_take_the_steps_of_one_process(ranks, folders, name):
     layout = Layout(tp=2, sp=True, pp=2)
     before = load_file(folders[name] / "model.safetensors")
