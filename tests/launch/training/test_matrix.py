@@ -281,11 +281,15 @@ def run_wrongly(words, data, old, new, variant):
 
 
 @pytest.mark.parametrize(
-    ("variant", "per_token_loss"),
-    [("times cp", False), ("divided by the micro-batches", True), ("world for dp_cp", False)],
+    ("variant", "layout", "per_token_loss"),
+    [
+        ("times cp", Layout(cp=2), False),
+        ("divided by the micro-batches", Layout(cp=2), True),
+        ("world for dp_cp", Layout(tp=2, sp=True), False),
+    ],
 )
-def test_a_wrong_factor_fails(run, single, variant, per_token_loss):
-    case = Case(Layout(tp=2, cp=2), "decoupled", per_token_loss=per_token_loss)
+def test_a_wrong_factor_fails(run, single, variant, layout, per_token_loss):
+    case = Case(layout, "decoupled", per_token_loss=per_token_loss)
     everywhere = run(case, run_wrongly, variant)
     alone = single(case)
     with pytest.raises(AssertionError, match="gradient of"):
