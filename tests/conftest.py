@@ -35,8 +35,9 @@ def pytest_collection_modifyitems(items):
 
     Tests of reasoning-gym's tasks are skipped if it is not installed: it alone has to be built from source.
 
-    Files that start other Pythons come first, then those with many tests: begun last, a file of few long tests would
-    keep one of two workers busy when the other has nothing left.
+    Files that start other Pythons come first, then those with many tests on ranks, and at last those with many others,
+    a hundred of which take as long as two on ranks: begun last, a long file would keep one worker busy when the others
+    have nothing left.
     """
     has_reasoning_gym = importlib.util.find_spec("reasoning_gym") is not None
     for item in items:
@@ -48,5 +49,6 @@ def pytest_collection_modifyitems(items):
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
     numbers = Counter(item.path for item in items)
+    on_ranks = Counter(item.path for item in items if item.get_closest_marker("ranks"))
     starting = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: (item.path not in starting, -numbers[item.path], item.path))
+    items.sort(key=lambda item: (item.path not in starting, -on_ranks[item.path], -numbers[item.path], item.path))

@@ -76,7 +76,6 @@ def findings(words, fault):
 ABOUT = ["shift", "temperature and log-prob mode", "weights", "tokenizer", "end of text", "rewards"]
 # A fault of the engine, flags, the findings, and words of one of them.
 FAULTS = [
-    (None, "", set(), ""),
     (None, "--rl-default-temperature=0.6", set(), ""),
     ("shift", "", {"shift", "weights"}, "shifted by +1"),
     ("stale", "", {"weights"}, "other weights, a stale cache, or another tokenizer"),
@@ -107,7 +106,7 @@ def test_all_ends_of_a_models_files_are_checked(ranks, tmp_path):
 
 
 def test_every_rank_finds_the_same(ranks, tmp_path):
-    layout = Layout(cp=2, pp=2)
+    layout = Layout(pp=2)
     of_ranks = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), "shift")
     assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
     assert {finding.about for finding in of_ranks[0] if not finding.agrees} >= {"weights"}

@@ -31,7 +31,7 @@ WIDE = {
     "tie_word_embeddings": False,
 }
 CONFIGS = {
-    **{name: MODELS[name] for name in ("llama3", "qwen3_moe", "deepseek_v3", "olmo2")},
+    **{name: MODELS[name] for name in ("llama3", "qwen3_moe", "deepseek_v3")},
     "mistral": transformers.MistralConfig(**GATED, sliding_window=32, tie_word_embeddings=False),
     "gpt2": transformers.GPT2Config(**SMALL_GPT2, bos_token_id=None, eos_token_id=1),
     "wide": transformers.LlamaConfig(**GATED | WIDE),
@@ -45,7 +45,6 @@ CASES = {
     "qwen3_moe": (Layout(tp=2, sp=True, dp=2, ep=2), []),
     "deepseek_v3": (Layout(tp=2, sp=True, dp=2, ep=2), ["--bf16"]),
     "mistral": (Layout(pp=2, vpp=True), ["--bf16"]),
-    "olmo2": (Layout(tp=2, sp=True), []),
     "gpt2": (Layout(), []),
 }
 
@@ -86,7 +85,7 @@ def exported(checkpoints, target, *more):
     return code_of(export.main, "--load", checkpoints, "--save-hf", target, *more)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"wide"}))
 def test_transformers_reads_what_was_trained(home, tmp_path, name):
     """Written by tensor, pipeline, virtual pipeline and expert parallel ranks; read by one process."""
     assert exported(home / f"{name}-checkpoints", tmp_path / "out") == 0

@@ -14,11 +14,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_rc.launch.rollouts.teacher_prompts import TeacherRows
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.launch.training.models.cpu import without_compiler
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 from tests.support.made_rollouts import made_batch
 from tests.support.recorded_training import run_config
+
+# Megatron-Core's first import: a compiler would take a second of it.
+with without_compiler():
+    from megatron_rc.launch.training.trainer import Trainer
 
 
 def random_rollouts(config: RunConfig) -> RolloutBatch:

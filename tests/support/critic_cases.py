@@ -19,11 +19,8 @@ from tests.support.training_cases import BATCH
 
 # Those of the policy's matrix in which work is cut in another way than in any other.
 LAYOUTS = (
-    Layout(),
     Layout(tp=2, sp=True),
     Layout(pp=2, vpp=True),
-    Layout(cp=2),
-    Layout(dp=2),
     Layout(cp=2, dp=2),
     Layout(pp=2, cp=2),
     Layout(tp=2, pp=2, cp=2),

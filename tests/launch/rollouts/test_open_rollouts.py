@@ -177,7 +177,6 @@ ODD = [*range(1, SEQUENCES, 2)]
 CASES = {
     "dp2": (Layout(dp=2), ["--rollout-staleness=2"], 3, dict.fromkeys((3, 4), ODD[: SEQUENCES // 4])),
     "pp2-async": (Layout(pp=2), ["--rollout-staleness=2", "--async-save", "--save-interval=2"], 3, {3: ODD, 4: ODD}),
-    "tp2-two-passes": (Layout(tp=2), TWO, 4, {2: ODD, 3: ODD}),
     # Batch 1 begins again with all its responses, so that the next ones come a step later and would be too old.
     "within-a-batch": (Layout(), TWO, 3, {1: [], 2: [*range(SEQUENCES)], 3: [*range(SEQUENCES)]}),
 }

@@ -229,9 +229,7 @@ def run_flat(words, flat, alone):
         return run_training(words), left
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"), [(Layout(pp=2, dp=2), []), (Layout(dp=2), ["--bypass-mode"])], ids=["decoupled", "bypass"]
-)
+@pytest.mark.parametrize(("layout", "more"), [(Layout(pp=2, dp=2), ["--bypass-mode"])], ids=["bypass"])
 def test_a_step_without_an_advantage_on_any_rank_leaves_the_optimizer_alone(ranks, tmp_path, layout, more):
     """It is counted over a resume, and is no step that may end the run."""
     words = flags(tmp_path, *LIVE, *layout.flags(), "--lr-decay-style=linear", "--max-skipped-steps=1", *more)

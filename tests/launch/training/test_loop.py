@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.launch.checkpoint_folders import TRACKER, iterations
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.reporting import metrics_file
 from megatron_rc.parallel import ParallelGroups
 from tests.support.ranks import Layout, RankFailure
-from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch
+from tests.support.recorded_training import flags, make_trainer, recorded_batch
 from tests.support.training_runs import (
     LIVE,
     SHORT,
@@ -31,30 +32,35 @@ from tests.support.training_runs import (
 )
 
 RESUMED = {
-    "tp2-reference-untied": (Layout(tp=2), "--grpo-kl-beta=0.1 --untie-embeddings-and-output-weights", LLAMA),
-    "pp2-vpp-distributed": (
-        *(Layout(pp=2, vpp=True), "--num-layers=4 --micro-batch-size=4 --use-distributed-optimizer", LLAMA),
+    "tp2-reference-untied": (Layout(tp=2), "--grpo-kl-beta=0.1 --untie-embeddings-and-output-weights", ""),
+    "pp2-vpp-distributed-background": (
+        Layout(pp=2, vpp=True),
+        "--num-layers=4 --micro-batch-size=4 --use-distributed-optimizer",
+        "--async-save --save-interval=1 --keep-last=2",
     ),
-    "cp2-gpt2-bypass-packed": (
-        *(Layout(cp=2), "--bypass-mode --rl-use-sequence-packing --rl-sequence-packing-bin-size=32", GPT2),
-    ),
-    "sgd": (Layout(), "--optimizer=sgd", LLAMA),
 }
 
 
-@pytest.mark.parametrize(("layout", "more", "model"), RESUMED.values(), ids=RESUMED)
-def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model):
-    """Three steps, and one step, a checkpoint and two more, of which the last shows the optimizer's state."""
+@pytest.mark.parametrize(("layout", "more", "saving"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, saving):
+    """Three steps, and a step or two, a checkpoint and the rest, of which the last shows the optimizer's state.
+
+    In the background, the metrics of the next step say how long a save was waited for.
+    """
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
+    stop = 2 if saving else 1
     words = [*LIVE, *more.split(), *layout.flags()]
-    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    for folder, last, more_files in ((whole, 3, []), (broken, 1, save), (broken, 3, save)):
-        words_of_run = flags(folder, *words, *more_files, f"--train-iters={last}", model=model)
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", *saving.split()]
+    for folder, last, more_files in ((whole, 3, []), (broken, stop, save), (broken, 3, save)):
+        words_of_run = flags(folder, *words, *more_files, f"--train-iters={last}")
         assert set(ranks.run(run_training, layout, words_of_run)) == {None}
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert iterations(tmp_path / "save") == [stop, 3]
+    assert (tmp_path / "save" / TRACKER).read_text() == "3"
     assert [row["step"] for row in rows(broken)] == [1, 2, 3]
     assert without_times(broken) == without_times(whole), "to the last digit"
+    if saving:
+        assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [2]
 
 
 def run_with_metrics_in_place(words):
@@ -153,12 +159,13 @@ PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
 ONE_PASS = ["--grpo-iterations=1"]
 
 
-@pytest.mark.parametrize("off", [20, math.nan])
 @pytest.mark.parametrize(
-    ("layout", "more"),
+    ("layout", "more", "off"),
     [
-        *((Layout(pp=2), []), (Layout(pp=2), [*BYPASS, *PACKED]), (Layout(pp=2), ONE_PASS)),
-        (Layout(cp=2), [*BYPASS, "--calculate-per-token-loss"]),
+        (Layout(pp=2), [], math.nan),
+        (Layout(pp=2), [*BYPASS, *PACKED], math.nan),
+        (Layout(pp=2), ONE_PASS, 20),
+        (Layout(cp=2), [*BYPASS, "--calculate-per-token-loss"], 20),
     ],
     ids=["pp2", "pp2-bypass-packed", "pp2-one-pass", "cp2-bypass-ptl"],
 )

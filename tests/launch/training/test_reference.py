@@ -37,13 +37,10 @@ def refreshed(words, numbers):
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    [(Layout(pp=2, vpp=True), []), (Layout(dp=2), ["--num-layers=2", "--bf16", "--use-distributed-optimizer"])],
-    ids=["pp2-vpp", "dp2-bf16-distributed"],
-)
-def test_it_follows_the_policy_by_steps_and_over_a_restart(ranks, tmp_path, layout, more):
+def test_it_follows_the_policy_by_steps_and_over_a_restart(ranks, tmp_path):
     """Two steps a batch: at an interval of four, the third batch is compared with the policy before it."""
+    layout = Layout(dp=2)
+    more = ["--num-layers=2", "--bf16", "--use-distributed-optimizer"]
     words = flags(tmp_path, *KL, *layout.flags(), *more, "--lr=1e-3", "--ref-update-interval=4")
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     whole = ranks.run(refreshed, layout, words, range(4))

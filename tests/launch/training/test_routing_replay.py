@@ -23,9 +23,7 @@ def last_rows(ranks, folder, layout, *more):
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        (Layout(), ["--rl-use-sequence-packing"]),
-        (Layout(pp=2), []),
-        (Layout(pp=2), ["--grpo-iterations=2"]),
+        (Layout(pp=2), ["--grpo-iterations=2", "--rl-use-sequence-packing"]),
         (Layout(cp=2, dp=2, ep=2), ["--moe-token-dispatcher-type=alltoall"]),
         (Layout(tp=2, sp=True), ["--bypass-mode", "--loss-type=reinforce"]),
     ],

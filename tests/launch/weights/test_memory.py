@@ -97,8 +97,6 @@ def folders(tmp_path_factory):
     ("name", "layout"),
     [
         ("llama", Layout()),
-        ("llama", Layout(tp=2, pp=2)),
-        ("qwen3_moe", Layout(tp=2, sp=True, cp=2, ep=2)),
         ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
     ],
     ids=str,

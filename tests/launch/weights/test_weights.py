@@ -33,7 +33,6 @@ CASES += [(name, BOTH) for name in ("phi3", "seed_oss", "smollm3", "olmo2", "olm
 CASES += [(name, EXPERTS) for name in ("qwen3_moe", "qwen2_moe", "mixtral")]
 CASES += [
     ("qwen3_moe-unnormalised", Layout(dp=2, ep=2)),
-    ("qwen3_moe-dense_layers", Layout(pp=2)),
     ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
     ("qwen3_moe", Layout(tp=2, sp=True, dp=2, ep=4, etp=1)),
     ("mixtral", Layout(cp=2, dp=2, ep=2, etp=2)),
@@ -54,7 +53,7 @@ CASES.sort(key=lambda case: str(case[1]))
 CASES = [(*case, ()) for case in CASES]
 UNEVEN = "--decoder-first-pipeline-num-layers=1"
 STAGES = Layout(pp=2, vpp=True, ep=2, cp=2, stages="Et|(t|)*2tL")
-CASES += [("qwen3_moe", STAGES, ())]
+CASES += [("qwen3_moe", STAGES, ()), ("qwen3_moe-dense_layers", Layout(pp=2), (UNEVEN,))]
 HYBRIDS = [
     ("llama3", TENSOR, (HYBRID,)),
     ("olmo2", TENSOR, (HYBRID,)),

@@ -411,8 +411,7 @@ def users_reference():
     return advantages
 
 
-@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout(dp=4)], ids=str)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("layout", "packed"), [(Layout(cp=2, dp=2), True), (Layout(dp=4), False)], ids=str)
 def test_an_estimator_of_a_users_module_is_its_formula(ranks, tmp_path, layout, packed):
     for name, difference, largest in ranks.run(users_estimator_on_a_rank, layout, tmp_path, packed):
         assert name == "maxrl"

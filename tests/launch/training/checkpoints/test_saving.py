@@ -134,24 +134,6 @@ def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
     assert iterations(tmp_path / "save") == []
 
 
-def test_a_background_save_goes_on_like_one_in_the_foreground(ranks, tmp_path):
-    """The metrics say how long it was waited for."""
-    folder = tmp_path / "save"
-    words = [*LIVE, *TWO.flags()]
-    save = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
-    whole = tmp_path / "whole"
-    broken = tmp_path / "broken"
-    for run_folder, more in (
-        (whole, ["--train-iters=3"]),
-        (broken, ["--train-iters=2", "--async-save", *save]),
-        (broken, ["--train-iters=3", "--keep-last=2", *save]),
-    ):
-        assert ranks.run(run_training, TWO, flags(run_folder, *words, *more)) == [None, None]
-    assert iterations(folder) == [2, 3]
-    assert without_times(broken) == without_times(whole)
-    assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [2]
-
-
 def save_in_background(words):
     """Begin to save, train on until it is saved; return whether the checkpoint has the weights of its beginning."""
     trainer = make_trainer(words)

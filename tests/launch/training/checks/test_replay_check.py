@@ -101,18 +101,9 @@ def shifted(routes, tokens):
     return routes.roll(tokens, dims=1)
 
 
-def dense_layer_at_the_end(routes):
-    moved = torch.empty_like(routes)
-    moved[:, :, :-1] = routes[:, :, 1:]
-    moved[:, :, -1] = torch.arange(TOP_K).short()
-    return moved
-
-
 WRONG = {
     "shifted by one token": lambda routes: shifted(routes, 1),
     "layers reversed": lambda routes: routes[:, :, [DENSE, *LAYERS[::-1]]],
-    "of another sample": lambda routes: routes.roll(1, dims=0),
-    "dense layer at the wrong end": dense_layer_at_the_end,
 }
 
 
@@ -138,8 +129,10 @@ def test_a_few_hopeless_tokens_do_not_hide_the_others(ranks, tmp_path, checkpoin
 
 
 LAYOUTS = [
-    (Layout(tp=2, sp=True), ["--bypass-mode", "--loss-type=reinforce"]),
-    (Layout(pp=2), ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"]),
+    (
+        Layout(pp=2),
+        ["--bypass-mode", "--loss-type=reinforce", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"],
+    ),
     (Layout(cp=2, dp=2, ep=2), ["--moe-token-dispatcher-type=alltoall"]),
 ]
 
@@ -165,17 +158,16 @@ def test_every_rank_of_every_layout_comes_to_the_same_verdict(ranks, tmp_path, c
     assert not [said for _, said in everywhere[1:] if "routing replay:" in said], "other ranks repeat it"
 
 
-@pytest.mark.parametrize("size", [0.02, 0.2], ids=["rounded", "stale"])
-def test_right_experts_of_other_weights_go_on(ranks, tmp_path, checkpoint, weights, size):
-    """An engine with rounded or older weights, whose log-probs replay brings only a little closer."""
-    batch = records_of(training_oracle.moved(weights, 3, size), random_share=0)
+def test_right_experts_of_other_weights_go_on(ranks, tmp_path, checkpoint, weights):
+    """An engine with older weights, whose log-probs replay brings only a little closer."""
+    batch = records_of(training_oracle.moved(weights, 3, 0.2), random_share=0)
     ((error, _),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, [batch]))
     assert error is None
     (row,) = rows(tmp_path)
     assert 1e-5 < row["routing/k3"] < 1.1 * row["routing/k3_without"]
 
 
-@pytest.mark.parametrize(("share", "is_said"), [(1.0, True), (0.2, True), (0.04, False)])
+@pytest.mark.parametrize(("share", "is_said"), [(1.0, True), (0.04, False)])
 def test_unknown_experts_are_one_line(ranks, tmp_path, checkpoint, right, share, is_said):
     is_unknown = torch.rand(SEQUENCES, LENGTH, generator=torch.Generator().manual_seed(1)) < share
     batch = replace(right, routed_experts=torch.where(is_unknown[..., None, None], -1, right.routed_experts))

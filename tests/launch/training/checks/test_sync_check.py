@@ -96,7 +96,6 @@ OLDER = "does the engine keep older weights"
     ("fault", "layout", "more", "made", "message"),
     [
         (PackedHead, Layout(pp=2, dp=2), [], 1, OLDER),
-        (PackedHead, Layout(cp=2, dp=2), ["--bypass-mode"], 1, OLDER),
         (PackedHead, Layout(pp=2), ["--bypass-mode", "--rl-use-sequence-packing"], 1, OLDER),
         (shifted_later, Layout(cp=2), [], 1, "shifted by +1; align both to the label tokens"),
         # The probe after the first sync.
@@ -137,10 +136,9 @@ def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
     ("layout", "more", "model"),
     [
         (Layout(tp=2, pp=2, sp=True), ["--rollout-dtype=fp32"], LLAMA),
-        (Layout(cp=2, dp=2), ["--rollout-dtype=fp8-e4m3", "--rl-default-temperature=0.7"], GPT2),
-        (Layout(cp=2), ["--rollout-dtype=int8", "--rl-use-sequence-packing", "--bypass-mode"], LLAMA),
+        (Layout(dp=2), ["--rollout-dtype=fp8-e4m3", "--rl-default-temperature=0.7"], GPT2),
     ],
-    ids=["tp2-pp2-sp-fp32", "cp2-dp2-fp8", "cp2-packed-int8"],
+    ids=["tp2-pp2-sp-fp32", "dp2-fp8"],
 )
 def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout, more, model):
     assert set(ranks.run(run_training, layout, flags(tmp_path, *RUN, *layout.flags(), *more, model=model))) == {None}
@@ -172,9 +170,9 @@ def run_counted(words, blind):
     return error, collections.Counter(kind for kind, *_ in calls)
 
 
-@pytest.mark.parametrize(("layout", "more"), [(Layout(cp=2, pp=2), []), (Layout(cp=2), ["--bypass-mode"])], ids=str)
-def test_the_check_of_a_batch_makes_no_collective(ranks, tmp_path, layout, more):
-    words = flags(tmp_path, *RUN, *layout.flags(), *more, "--train-iters=2")
+def test_the_check_of_a_batch_makes_no_collective(ranks, tmp_path):
+    layout = Layout(cp=2, pp=2)
+    words = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=2")
     seeing, blind = (ranks.run(run_counted, layout, words, blind) for blind in (False, True))
     assert seeing == blind
     assert seeing[0][0] is None
@@ -208,14 +206,13 @@ def run_probed(words, restarts=()):
 @pytest.mark.parametrize(
     ("more", "restarts", "expected"),
     [
-        ([], (), [0]),
         ([], (2,), [0, 2]),
         (["--sync-probe-interval=3"], (), [0, 3]),
         (["--rollout-staleness=1", "--train-iters=3"], (), [0, 1]),
         # The last sync of a run serves an evaluation alone.
         ([*HELD_OUT, "--eval-interval=2", "--eval-problems=2", "--train-iters=2"], (), [0, 2]),
     ],
-    ids=["default", "restart", "interval", "staleness", "evaluation"],
+    ids=["restart", "interval", "staleness", "evaluation"],
 )
 def test_a_probe_follows_the_syncs_that_no_batch_can_tell_of(ranks, tmp_path, more, restarts, expected):
     layout = Layout(dp=2 if restarts else 1)

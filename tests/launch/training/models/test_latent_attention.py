@@ -84,7 +84,6 @@ def single(ranks, folder):
     ("layout", "more"),
     [
         (Layout(tp=2, sp=True), BALANCED),
-        (Layout(pp=2, dp=2, ep=2), BALANCED),
         (Layout(cp=2, ep=2), ["--rl-use-sequence-packing"]),
     ],
     ids=str,

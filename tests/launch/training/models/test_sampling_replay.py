@@ -29,7 +29,6 @@ class Kept(Case):
 
 
 CASES = [
-    Kept(Layout(), "decoupled"),
     Kept(Layout(), "decoupled", kept="entropy", size=4, more=FUSED),
     Kept(Layout(tp=2), "bypass ppo_clip", kept="entropy"),
     Kept(Layout(tp=2, sp=True), "decoupled", packed=True, more=FUSED),
