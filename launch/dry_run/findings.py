@@ -12,7 +12,7 @@ from megatron_rc.launch.dry_run.memory import StageMemory, stage_memories
 from megatron_rc.launch.dry_run.memory_report import GIB, check_fit, memory_as_mapping, memory_in_words
 from megatron_rc.launch.dry_run.places import places, places_in_words
 from megatron_rc.launch.errors import flag
-from megatron_rc.launch.flags.checks.megatron import MODULES_OF_ENGINE
+from megatron_rc.launch.flags.checks.megatron import MODULES_OF_TRANSFORMER_ENGINE
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.reporting.sources import in_one_line, newest_checkpoint, sources_of
@@ -105,7 +105,7 @@ class DryRun:
         """Given flags that change the memory on a GPU, and that the formulas leave out."""
         fields = self.config.megatron.given
         flags = [flag(name) for name in fields if name.startswith(_UNCOUNTED) or "fus" in name]
-        modules = [name for name in fields.get("recompute_modules", ()) if name in MODULES_OF_ENGINE]
+        modules = [name for name in fields.get("recompute_modules", ()) if name in MODULES_OF_TRANSFORMER_ENGINE]
         if modules:
             flags.append(" ".join(["--recompute-modules", *modules]))
         return flags

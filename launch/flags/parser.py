@@ -190,6 +190,7 @@ def _add_megatron_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) -> None:
+    """Add the flag of one field: a switch with its names for on and for off, or an option with a value."""
     on = [f"--{name}" for name in field.on]
     off = [f"--{name}" for name in field.off]
     text = field.help.rstrip(".")
@@ -199,18 +200,19 @@ def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) ->
     if field.kind is bool:
         group.add_argument(*on, *off, dest=field.name, action=_Switch, off=off, help=text)
         return
-    more: dict[str, Any] = {}
+    optional_arguments: dict[str, Any] = {}
     if field.many:
-        more["nargs"] = "+"
+        optional_arguments["nargs"] = "+"
     if field.choices:
-        more["choices"] = field.choices
+        optional_arguments["choices"] = field.choices
     else:
-        more["metavar"] = field.on[0].rpartition("-")[2].upper()
-    group.add_argument(*on, dest=field.name, type=_type_of(field.kind), help=text, **more)
+        last_word = field.on[0].rpartition("-")[2]
+        optional_arguments["metavar"] = last_word.upper()
+    group.add_argument(*on, dest=field.name, type=_type_of(field.kind), help=text, **optional_arguments)
 
 
 class _Switch(argparse.Action):
-    """Switch with names that turn it on and names that turn it off."""
+    """Switch with names that turn it on, and the names ``off`` that turn it off."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, off: Sequence[str], **how: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **how)

@@ -59,14 +59,28 @@ FIELDS_OF_THE_MODEL = frozenset(
     "attention_output_gate layernorm_zero_centered_gamma moe_apply_probs_on_input moe_latent_size qk_l2_norm".split()
 )
 # Fields that fail without Transformer Engine's layers, and fields that fail on the CPU, when the model is built or run.
-_OF_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "use_te_activation_func")
+_NEEDS_TRANSFORMER_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "use_te_activation_func")
 _OF_GPUS = ("gradient_accumulation_fusion", "nccl_ub", "optimizer_cpu_offload", "use_precision_aware_optimizer")
 # Values of --recompute-modules that only Transformer Engine's layers have.
-MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
+MODULES_OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def check_megatron(config: RunConfig) -> None:
-    """Check the given fields, and let Megatron build its configs with them."""
+    """Refuse fields that contradict others or cannot be used here, and let Megatron build its configs with the rest."""
+    fields = config.megatron.given
+    _check_contradictions(config)
+    for field, value in _chosen(config):
+        if field.name in _REASONS:
+            raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
+    _check_passes(config)
+    _check_layers(config)
+    # Without Transformer Engine installed, Megatron would refuse settings for machines that have it.
+    if fields and (has_module("transformer_engine") or not _uses_transformer_engine(config)):
+        _build(config)
+
+
+def _check_contradictions(config: RunConfig) -> None:
+    """Refuse fields that change or exclude what other flags ask for."""
     fields = config.megatron.given
     if fields.get("bias_activation_fusion") and not config.transformer.gated_linear_unit:
         raise ConfigurationError(
@@ -74,21 +88,10 @@ def check_megatron(config: RunConfig) -> None:
             "--openai-gelu instead"
         )
     if fields.get("optimizer_cpu_offload"):
-        offloads_critic = config.critic is not None and config.critic.critic_offload
-        offloads = {"--optimizer-offload": config.training.optimizer_offload, "--critic-offload": offloads_critic}
-        for flag_of_offload, is_on in offloads.items():
-            if is_on:
-                raise ConfigurationError(
-                    f"--optimizer-cpu-offload does not go with {flag_of_offload}: drop one of them"
-                )
-    for field, value in _chosen(config):
-        if field.name in _REASONS:
-            raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
-    _check_passes(config)
-    _check_layers(config)
-    # Without Transformer Engine here Megatron cannot judge settings for machines that have it.
-    if fields and (has_module("transformer_engine") or not _has_engine(config)):
-        _build(config)
+        if config.training.optimizer_offload:
+            raise ConfigurationError("--optimizer-cpu-offload does not go with --optimizer-offload: drop one of them")
+        if config.critic is not None and config.critic.critic_offload:
+            raise ConfigurationError("--optimizer-cpu-offload does not go with --critic-offload: drop one of them")
 
 
 def model_flags(config: RunConfig) -> list[str]:
@@ -104,7 +107,7 @@ def _chosen(config: RunConfig) -> Iterator[tuple[MegatronField, Any]]:
             yield field, value
 
 
-def _has_engine(config: RunConfig) -> bool:
+def _uses_transformer_engine(config: RunConfig) -> bool:
     return config.model.transformer_impl == "transformer_engine"
 
 
@@ -124,13 +127,13 @@ def _check_passes(config: RunConfig) -> None:
 def _check_layers(config: RunConfig) -> None:
     fields = config.megatron.given
     training = config.training
-    if not _has_engine(config):
-        of_engine = [config.typed(name) for name in _OF_ENGINE if fields.get(name)]
-        modules = [module for module in fields.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
-        of_engine += [f"--recompute-modules {module}" for module in modules]
-        if of_engine:
+    if not _uses_transformer_engine(config):
+        needing_it = [config.typed(name) for name in _NEEDS_TRANSFORMER_ENGINE if fields.get(name)]
+        modules = [module for module in fields.get("recompute_modules", ()) if module in MODULES_OF_TRANSFORMER_ENGINE]
+        needing_it += [f"--recompute-modules {module}" for module in modules]
+        if needing_it:
             raise ConfigurationError(
-                f"{of_engine[0]} needs --transformer-impl transformer_engine: use it, or drop the flag"
+                f"{needing_it[0]} needs --transformer-impl transformer_engine: use it, or drop the flag"
             )
     is_selective = config.compute.recompute_granularity == "selective"
     if is_selective and "mlp" in fields.get("recompute_modules", ()) and config.transformer.add_bias_linear:

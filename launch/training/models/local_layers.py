@@ -243,8 +243,9 @@ class LocalAttention(torch.nn.Module):
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedTokens) -> Tensor:
         """Attention of packed tokens: [t/cp, heads/tp · d], from the keys and values [t, groups/tp, d].
 
-        One call for neighbours of equal length: a mask over all packed tokens would compute the products of different
-        sequences too.
+        All sequences in one call, if PyTorch has a kernel for that, and there are no sinks and no context parallelism.
+        Else one call for neighbours of equal length: a mask over all packed tokens would compute the products of
+        different sequences too.
         """
         size = group_size(self.cp_group)
         rank = group_rank(self.cp_group)
@@ -253,12 +254,14 @@ class LocalAttention(torch.nn.Module):
             attend_all = varlen_attention(query, value)
             if attend_all is not None:
                 return self._attend_at_once(attend_all, query, key, value, packed).flatten(1)
-        tokens = [run.tokens for run in packed.runs]
-        queries = query.split(tokens)
+        num_tokens = [run.tokens for run in packed.runs]
+        queries = query.split(num_tokens)
         if size > 1:
-            # What was gathered lies in the order of the ranks.
-            key, value = (values.unflatten(0, (size, -1)) for values in (key, value))
-        keys, values = (whole.split(tokens, dim=whole.dim() - 3) for whole in (key, value))
+            # Gathered keys lie one rank after the other: [cp, t/cp, groups/tp, d].
+            key = key.unflatten(0, (size, -1))
+            value = value.unflatten(0, (size, -1))
+        keys = key.split(num_tokens, dim=-3)
+        values = value.split(num_tokens, dim=-3)
 
         attended = []
         for run, run_query, run_key, run_value in zip(packed.runs, queries, keys, values, strict=True):

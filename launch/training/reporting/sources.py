@@ -6,27 +6,31 @@ from pathlib import Path
 
 from megatron_rc.launch.checkpoint_folders import iteration_folder, latest_iteration
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.distillation import DistillationSection
 from megatron_rc.launch.tasks.text import CHARACTERS
 
 
 def sources_of(config: RunConfig, checkpoint: Path | None) -> dict[str, str]:
     """Return the sources by name; ``checkpoint`` is the folder that the weights are loaded from, if there is one."""
-    recorded = config.rollouts.load_rollouts
-    if recorded:
-        task = f"{recorded} (--load-rollouts)"
+    rollouts_path = config.rollouts.load_rollouts
+    if rollouts_path:
+        task = f"{rollouts_path} (--load-rollouts)"
         reward = "as recorded"
         engine = "none"
     else:
         task = config.task.task or " ".join(["--prompt-data", *(config.data.prompt_data or ())])
         reward = config.rewards.reward or "rule of the task"
         engine = _engine(config)
-    return {
+    sources = {
         "weights": _weights(config, checkpoint),
         "tokenizer": _tokenizer(config),
         "task": task,
         "reward": reward,
         "engine": engine,
     }
+    if config.distillation is not None:
+        sources["teacher"] = _teacher(config.distillation)
+    return sources
 
 
 def in_one_line(sources: dict[str, str]) -> str:
@@ -60,6 +64,17 @@ def _engine(config: RunConfig) -> str:
     first, *others = url.split(",")
     more = f" and {len(others)} more" if others else ""
     return f"{name} at {first}{more}"
+
+
+def _teacher(distillation: DistillationSection) -> str:
+    """The folders or addresses of the teachers, each kind with its flag."""
+    places = {
+        "--teacher-load-hf": " ".join(distillation.teacher_load_hf or ()),
+        "--teacher-load": " ".join(distillation.teacher_load or ()),
+        "--teacher-url": distillation.teacher_url,
+        "--teacher-files": distillation.teacher_files,
+    }
+    return ", ".join(f"{place} ({flag})" for flag, place in places.items() if place)
 
 
 def _weights(config: RunConfig, checkpoint: Path | None) -> str:

@@ -26,6 +26,11 @@ def test_a_toy(tmp_path):
     )
 
 
+def test_teachers_are_named(tmp_path):
+    config = run_config(flags(tmp_path, "--policy-loss=distill", "--teacher-url=http://a:1"))
+    assert line(config).endswith(" · engine: transformers · teacher: http://a:1 (--teacher-url)")
+
+
 def test_prompts_rewards_and_servers_are_named(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "1", "label": "2"}) + "\n")
