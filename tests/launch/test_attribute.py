@@ -191,7 +191,9 @@ def test_the_excess_of_an_older_checkpoint_in_the_same_format(home, capsys, engi
     folder, _ = home
     flags = ["--load", folder / "run", "--engine-weights", folder / engine, "--rollout-dtype=fp8-e4m3"]
     assert code_of(command.main, *flags, folder / "records.jsonl") == 0
-    assert words in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert words in text
+    assert ("the engine's weights are not those that it should have in layer" in text) == (words == "largest excess")
 
 
 def test_the_text_names_layers_and_largest_parts(home, capsys):

@@ -402,3 +402,16 @@ def test_its_weights_wait_in_host_memory(ranks, folders, layout):
     outside, of_output_layer, hidden, all_weights, by_formula = ranks.run(bytes_of_teacher, layout, run_flags)[0]
     assert outside == of_output_layer
     assert by_formula == hidden + all_weights
+
+
+def test_an_output_layer_with_further_rows_is_a_copy(ranks, folders, tmp_path):
+    """Then the teacher's own output layer waits in host memory too."""
+    config = transformers.LlamaConfig(**TEACHER.to_dict() | {"vocab_size": STUDENT.vocab_size + 5})
+    folder = random_model(config, tmp_path, seed=7)
+    CharacterText("0123456789").save(folder)
+    more = ["--policy-loss=distill", "--make-vocab-size-divisible-by=1"]
+    run_flags = flags_of([folders[0], folder], Layout(), *more)
+    outside, of_output_layer, hidden, all_weights, by_formula = ranks.run(bytes_of_teacher, Layout(), run_flags)[0]
+    assert outside == 0
+    assert of_output_layer == STUDENT.vocab_size * TEACHER.hidden_size * 4
+    assert by_formula == hidden + of_output_layer + all_weights
