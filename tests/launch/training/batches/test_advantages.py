@@ -338,13 +338,12 @@ def shares_of_decided():
     return shares
 
 
-@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout(dp=4)], ids=str)
-def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
+def test_every_estimator_is_the_reference(ranks, tmp_path):
     shares = shares_of_decided()
     assert min(shares) < max(shares)
 
     for packed in (False, True):
-        results = ranks.run(local_advantages, layout, tmp_path, packed)
+        results = ranks.run(local_advantages, Layout(cp=2, dp=2), tmp_path, packed)
         _, first_summaries = results[0]
         for differences, summaries in results:
             assert {case: value for case, value in differences.items() if value > 2e-6} == {}

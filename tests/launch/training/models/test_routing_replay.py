@@ -41,6 +41,7 @@ class Replayed(MoeCase):
 
 
 CASES = [
+    Replayed(Layout(tp=2, sp=True), "bypass reinforce", packed=True),
     Replayed(Layout(tp=2, sp=True), "decoupled", replayed="old", packed=True, more=MOE),
     Replayed(Layout(pp=2, vpp=True), "decoupled", more=FULL, size=2),
     Replayed(Layout(cp=2, dp=2, ep=2), "bypass reinforce", packed=True),
