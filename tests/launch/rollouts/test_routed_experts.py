@@ -118,7 +118,7 @@ def config(tmp_path):
     ("made", "words"),
     [
         (lambda experts: None, "--moe-enable-routing-replay"),
-        (lambda experts: experts[:, :, :3], "3 layers of 3 experts"),
+        (lambda experts: experts[:, :, :3], "3 layers with 3 choices"),
         (change(2, 5, 1, 0, EXPERTS), "sample 2, token 5, layer 1 has expert 2000, expected 0 to 1999"),
         (change(3, 4, 3, 1, -2), "sample 3, token 4, layer 3 has expert -2, expected 0 to 1999"),
         (change(3, 4, 3, 1, -7), "sample 3, token 4, layer 3 has expert -7"),
