@@ -76,8 +76,8 @@ class _Part:
             return self.kept.gathered(rows[self.index])
         return rows[self.index, : self.columns]
 
-    def write_product(self, out: Tensor, values: Tensor, factor: Tensor) -> None:
-        """Write values · factor into these rows of ``out``.
+    def write_gradient(self, out: Tensor, values: Tensor, factor: Tensor) -> None:
+        """Write the gradient, values · factor, into these rows of ``out``; further columns of it stay as they are.
 
         Args:
             out: like the rows of all tokens.
@@ -85,7 +85,7 @@ class _Part:
             factor: like ``values``, or [rows of the part, 1].
         """
         if self.kept is None and isinstance(self.index, slice):
-            # A view, so that nothing is copied before it is rounded.
+            # A slice gives a view of ``out``: the product goes straight into it, rounded to its dtype.
             view = out[self.index, : self.columns]
             if view.dtype == values.dtype:
                 torch.mul(values, factor, out=view)
@@ -241,7 +241,7 @@ def write_pair_gradient(
                 grad=factors.grad[part.index].unsqueeze(1),
             )
             values, factor = gradient_of(x, y, chunk_factors, scratch.of(x), options, careful=careful)
-            part.write_product(out, values, factor)
+            part.write_gradient(out, values, factor)
     _zero_rows(out, ~factors.counted)
 
 

@@ -58,31 +58,32 @@ def with_steps(values: Values) -> Values:
 
 
 def with_what_follows(values: Values, world_size: int, *, engine: bool, elsewhere: bool) -> Values:
-    """Return the values with those that follow from the machine, the layers and the batches.
+    """Return the values with the defaults that follow from the machine and from other flags, except the task's.
 
     Args:
         values: values of all flags.
         world_size: number of processes.
-        engine: an engine of this run samples, unless rollouts are read.
+        engine: the command samples with an engine; with ``--load-rollouts`` it does not.
         elsewhere: the run is for other machines, which have GPUs.
     """
     on_cpu = values.cpu or not (elsewhere or torch.cuda.is_available())
-    has_engine = not on_cpu and (elsewhere or has_module("transformer_engine"))
+    has_transformer_engine = not on_cpu and (elsewhere or has_module("transformer_engine"))
+    usual_layers = "transformer_engine" if has_transformer_engine else "local"
     run_name = Path(values.config).stem if values.config else "ppo"
-    samples = engine and not values.load_rollouts
+    samples_itself = engine and not values.load_rollouts
     values = values.also(
         {
             "on_cpu": on_cpu,
             "world_size": world_size,
             "run_name": values.run_name or run_name,
-            "transformer_impl": values.transformer_impl or ("transformer_engine" if has_engine else "local"),
+            "transformer_impl": values.transformer_impl or usual_layers,
             "lr_decay_iters": values.lr_decay_iters or values.train_iters,
             "rl_sequence_packing_bin_size": values.rl_sequence_packing_bin_size
             or values.micro_batch_size * values.seq_length,
             "max_position_embeddings": values.max_position_embeddings or values.seq_length,
             "swiglu": values.swiglu or values.quick_geglu,
             "ffn_hidden_size": values.ffn_hidden_size or 4 * values.hidden_size,
-            "knows_versions": samples or values.rollout_staleness is not None,
+            "knows_versions": samples_itself or values.rollout_staleness is not None,
             "virtual_pipeline_model_parallel_size": _virtual_stages(values),
             "critic_lr": values.critic_lr or values.lr,
             "teacher_temperature": values.teacher_temperature or values.rl_default_temperature,

@@ -19,12 +19,15 @@ from megatron_rc.launch.weights.megatron_bridge import BRIDGE
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# A value of an unknown field in these sections means another model; in other sections it can be ignored.
-_OF_THE_MODEL = ("transformer", "latent", "yarn", "experts", "model")
+# Sections with the shape of a model. A value of an unknown field in these means another model; in other sections it can
+# be ignored.
+SECTIONS_OF_THE_MODEL = ("transformer", "latent", "yarn", "experts", "model")
 
 
 def stored_config(folder: Path) -> RunConfig:
     """Return the settings of the run that wrote the checkpoint in a folder, for one process on a CPU.
+
+    The correction and the loss are the defaults, not the run's.
 
     Raises:
         ValueError: the settings are missing or cannot be read.
@@ -39,24 +42,27 @@ def stored_config(folder: Path) -> RunConfig:
         stored = sections.get(name)
         if section is MegatronSection:
             fields = (stored or {}).get("given") or {}
-            _check_not_moved(fields, where)
+            _refuse_moved_fields(fields, where)
             # Another version of Megatron-Core may have written fields that this one does not have.
             known_fields = {field: value for field, value in fields.items() if field in passed_through()}
             made[name] = MegatronSection(given=known_fields)
         elif stored is not None:
-            made[name] = _section(section, stored, f"{where}: {name}", strict=name in _OF_THE_MODEL)
+            made[name] = _section(section, stored, f"{where}: {name}", strict=name in SECTIONS_OF_THE_MODEL)
         elif is_optional:
             made[name] = None
         else:
             raise ConfigurationError(f"{where} has no section {name}: it was written by another version")
     config = RunConfig(**made, correction=RolloutCorrectionConfig.disabled(), loss=PolicyLossConfig())
-    foreign = model_flags(config)
-    if foreign:
-        raise ConfigurationError(f"{where}: {foreign[0]} is in no Hugging Face architecture here, and not rebuilt here")
+    flags_without_architecture = model_flags(config)
+    if flags_without_architecture:
+        raise ConfigurationError(
+            f"{where}: {flags_without_architecture[0]} is in no Hugging Face architecture here, so the model cannot be "
+            "rebuilt from its stored settings"
+        )
     return _on_one_process(config)
 
 
-def _check_not_moved(fields: Mapping[str, Any], where: str) -> None:
+def _refuse_moved_fields(fields: Mapping[str, Any], where: str) -> None:
     """Refuse a field that changed the model's function, and that a section of this release has."""
     declared = {option.field: option for _, option in flag_options().values()}
     for name, value in fields.items():

@@ -12,14 +12,12 @@ from megatron_rc.launch.flags.checks.megatron import FIELDS_OF_THE_MODEL
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.flags.command import Values, values_of_directory
 from megatron_rc.launch.flags.parser import defaults
-from megatron_rc.launch.flags.stored import stored_config
+from megatron_rc.launch.flags.stored import SECTIONS_OF_THE_MODEL, stored_config
 from megatron_rc.launch.flags.unused import make_sections, without_unused
 from megatron_rc.launch.run_config import RunConfig, TeacherModel, flag_options
 from megatron_rc.launch.run_config.distillation import DistillationSection
 from megatron_rc.launch.tasks.text import HUGGING_FACE
 
-# Sections with the shape of a model.
-_SHAPE = ("transformer", "latent", "experts", "model")
 # Fields of Megatron's configs that spread a number of layers over the stages.
 _OF_STAGES = (
     "pipeline_model_parallel_layout",
@@ -49,7 +47,7 @@ def teacher_models(
         yield _teacher("--teacher-load-hf", folder, config, sections, tokenizer=folder)
     for folder in settings.teacher_load or ():
         stored = _of_checkpoint(folder)
-        sections = {name: getattr(stored, name) for name in _SHAPE}
+        sections = {name: getattr(stored, name) for name in SECTIONS_OF_THE_MODEL}
         tokenizer = None
         if stored.task.tokenizer_type == HUGGING_FACE:
             tokenizer = stored.task.tokenizer_model or stored.checkpoints.load_hf
@@ -62,11 +60,13 @@ def _of_directory(
     """Return the sections with the shape of the model in a Hugging Face directory."""
     of_model = values_of_directory(folder, "--teacher-load-hf")
     usual = defaults()
-    reset = {option.flag: usual[option.flag] for name, option in flag_options().values() if name in _SHAPE}
+    flags_of_model = [option.flag for name, option in flag_options().values() if name in SECTIONS_OF_THE_MODEL]
+    reset = {flag: usual[flag] for flag in flags_of_model}
     of_teacher, _ = without_unused(values.also(reset).also(of_model), {})
     of_teacher = with_what_follows(of_teacher)
     vocab_size = of_teacher.vocab_size or config.model.vocab_size
-    return make_sections(of_teacher.also({"vocab_size": vocab_size, "padded_vocab_size": vocab_size}), _SHAPE)
+    of_teacher = of_teacher.also({"vocab_size": vocab_size, "padded_vocab_size": vocab_size})
+    return make_sections(of_teacher, SECTIONS_OF_THE_MODEL)
 
 
 def _of_checkpoint(folder: str) -> RunConfig:
@@ -111,10 +111,7 @@ def _teacher(
     }
     of_teacher = dataclasses.replace(
         config,
-        transformer=sections["transformer"],
-        latent=sections["latent"],
-        experts=sections["experts"],
-        model=model,
+        **(sections | {"model": model}),
         routing=None,
         critic=None,
     )

@@ -131,21 +131,19 @@ class VerlCorrection:
         mask = response_mask != 0
         if correction_config.bypass_mode:
             algorithm = correction_config.loss_type
-            trained, accepted, weights, metrics = self._correct_in_loss(
+            valid, accepted, weights, metrics = self._correct_in_loss(
                 correction_config, log_prob.detach(), old_log_prob, mask, advantages
             )
         else:
             # add_to_batch has corrected on the driver: rejected tokens are no longer in the mask.
             algorithm = self.algorithm
-            trained = mask
+            valid = mask
             accepted = mask
             weights = rollout_is_weights
             metrics = {}
 
         bounds = _bounds(config, objective_of(algorithm))
-        losses = policy_loss(
-            log_prob, old_log_prob, advantages, trained, algorithm=algorithm, weights=weights, **bounds
-        )
+        losses = policy_loss(log_prob, old_log_prob, advantages, valid, algorithm=algorithm, weights=weights, **bounds)
         loss = _aggregated(losses.per_token, accepted, loss_agg_mode, config.get("global_batch_info", None) or {})
         return loss.to(log_prob.dtype), {**_actor_metrics(losses.statistics), **metrics}
 

@@ -37,10 +37,11 @@ def check_teachers(config: RunConfig, task: Task) -> None:
             f"{typed} does nothing: give --distillation-coef, --policy-loss distill or --advantage-estimator "
             "distillation, or drop it"
         )
-    if config.loss.distils and settings.num_teachers > 1:
+    loss_flag = _loss_with_teacher(config)
+    if loss_flag is not None and settings.num_teachers > 1:
         raise ConfigurationError(
-            f"{typed} names {settings.num_teachers} teachers, and {user} takes one: drop the others, or use "
-            "--advantage-estimator distillation"
+            f"{typed} names {settings.num_teachers} teachers, and {loss_flag} takes one: drop the others, or use "
+            "--advantage-estimator distillation alone"
         )
     if settings.teacher_prompt:
         prompt_function(settings.teacher_prompt)
@@ -55,6 +56,11 @@ def _user_of_teachers(config: RunConfig) -> str | None:
     """Return the flag that needs a teacher; None if there is none."""
     if config.advantages.needs_teachers:
         return config.typed("advantage_estimator")
+    return _loss_with_teacher(config)
+
+
+def _loss_with_teacher(config: RunConfig) -> str | None:
+    """Return the flag of a loss that needs a teacher; None if there is none."""
     if not config.loss.distils:
         return None
     if config.loss.distillation_coef:

@@ -73,7 +73,7 @@ def check_megatron(config: RunConfig) -> None:
         if field.name in _REASONS:
             raise ConfigurationError(f"{field.as_flag(value)} cannot be used here: it {_REASONS[field.name]}")
     _check_passes(config)
-    _check_layers(config)
+    _check_requirements(config)
     # Without Transformer Engine installed, Megatron would refuse settings for machines that have it.
     if fields and (has_module("transformer_engine") or not _uses_transformer_engine(config)):
         _build(config)
@@ -124,7 +124,8 @@ def _check_passes(config: RunConfig) -> None:
         raise ConfigurationError("--no-initialization without --load or --load-hf leaves weights undefined: drop it")
 
 
-def _check_layers(config: RunConfig) -> None:
+def _check_requirements(config: RunConfig) -> None:
+    """Refuse given fields whose requirements other flags do not meet."""
     fields = config.megatron.given
     training = config.training
     if not _uses_transformer_engine(config):
@@ -144,8 +145,9 @@ def _check_layers(config: RunConfig) -> None:
     for name in _OF_GPUS:
         if fields.get(name) and config.launch.on_cpu:
             raise ConfigurationError(f"{config.typed(name)} needs a GPU: drop it")
-    fits = config.parallel.sequence_parallel and config.compute.bf16 and not training.rl_use_sequence_packing
-    if fields.get("tp_comm_overlap") and not fits:
+    has_equal_batches = not training.rl_use_sequence_packing
+    is_split_bf16 = config.parallel.sequence_parallel and config.compute.bf16
+    if fields.get("tp_comm_overlap") and not (is_split_bf16 and has_equal_batches):
         raise ConfigurationError(
             "--tp-comm-overlap has bfloat16 buffers for micro-batches of one length, split over the TP ranks: give "
             "--sequence-parallel and --bf16 without --rl-use-sequence-packing, or drop it"

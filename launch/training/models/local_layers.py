@@ -221,9 +221,10 @@ class LocalAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention of this rank's queries over the keys and values of all CP ranks.
 
-        ``query``, ``key`` and ``value`` are [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d]; with latents d of the
-        values may differ. ``attention_mask`` is ignored, because the mask is causal and padding is on the right.
-        Returns [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
+        ``query`` is [s/cp, b, heads/tp, d], ``key`` and ``value`` are [s/cp, b, groups/tp, d]; packed, [t/cp, ...]
+        without b. With multi-latent attention the values may have another d, which the result has too.
+        ``attention_mask`` is ignored, because the mask is causal and padding is on the right. Returns
+        [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
         """
         size = group_size(self.cp_group)
         if size > 1:

@@ -52,6 +52,23 @@ def test_a_teacher_has_its_own_shape_and_the_runs_layout(configs):
     assert teacher.config.training == config.training
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+
+
+def test_a_teacher_has_its_own_rotary_frequencies(configs, tmp_path):
+    """The policy's are stretched by 8, one teacher's by 32, and the other teacher's are plain."""
+    policy = transformers.LlamaConfig(**GATED | {"rope_parameters": YARN})
+    stretched = transformers.LlamaConfig(**SMALL | {"rope_parameters": YARN | {"factor": 32.0}})
+    for name, config in (("policy", policy), ("stretched", stretched)):
+        config.save_pretrained(tmp_path / name)
+    words = [*words_of(tmp_path / "policy", Layout()), "--advantage-estimator=distillation"]
+    config = settings([*words, "--teacher-load-hf", str(tmp_path / "stretched"), str(configs[1])])
+    assert config.yarn.yarn_rotary_scaling_factor == 8
+    first, second = config.teachers
+    assert first.config.yarn.yarn_rotary_scaling_factor == 32
+    assert second.config.yarn is None
+
+
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
