@@ -79,7 +79,8 @@ def test_torchrun_adds_no_line_and_no_start_and_no_end_leaves_a_folder(told, tem
     # PyTorch's own line on a machine without a name server, if the system's library looks up ::ffff:127.0.0.1 there.
     without_name_server = r"^\[W.* The hostname of the client socket cannot be retrieved\. .*\n"
     lines = re.sub(without_name_server, "", told.stderr, flags=re.MULTILINE)
-    assert lines == "what a rank says is above the last line\n" * 2
+    # One of two ranks may be ended before it says its line.
+    assert set(lines.splitlines()) == {"what a rank says is above the last line"}
     assert list(temporary.iterdir()) == []
 
 
