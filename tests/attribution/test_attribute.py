@@ -209,9 +209,9 @@ def test_equal_weights_have_no_part():
 def test_the_example_of_the_page_runs(capsys):
     (block,) = blocks(ROOT / "docs" / "attribution.md", "python")
     torch.manual_seed(0)
-    found = {}
-    exec(compile(block, "docs/attribution.md", "exec"), found)
-    assert found["result"].explained == pytest.approx(1, abs=0.01)
+    results = {}
+    exec(compile(block, "docs/attribution.md", "exec"), results)
+    assert results["result"].explained == pytest.approx(1, abs=0.01)
     assert "0.weight" in capsys.readouterr().out
 
 

@@ -109,9 +109,9 @@ def test_the_example_is_what_is_said():
     example = re.search(r"^## What it says\n\n```text\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
     lines = [line for line in example.splitlines() if line.strip() not in ("", "…")]
     assert len(lines) > 12
-    said = map(without_numbers, in_words(report_of("temperature 0.7")).splitlines())
+    message = map(without_numbers, in_words(report_of("temperature 0.7")).splitlines())
     # Each line is looked for after the line before it.
-    assert all(without_numbers(line) in said for line in lines)
+    assert all(without_numbers(line) in message for line in lines)
 
 
 def without_numbers(line):

@@ -35,10 +35,10 @@ def test_a_run_starts_from_a_directory_and_exports_another(on_gpu, figures, tmp_
     torch.manual_seed(0)
     source = tmp_path / "source"
     transformers.AutoModelForCausalLM.from_config(transformers.OlmoeConfig(**SIZES)).save_pretrained(source)
-    words = [word for word in words_for("cuda", COMMON) if not word.startswith("--make-vocab-size-divisible-by")]
-    words += [f"--load-hf={source}", "--tokenizer-type=CharacterTokenizer", f"--save-hf={tmp_path}/out"]
-    words += ["--rollout-dtype=fp32", "--train-iters=2", f"--runs-dir={tmp_path}", "--run-name=run"]
-    job(["-m", "megatron_rc.launch", "--nproc-per-node=1", *words], LIMIT)
+    arguments = [word for word in words_for("cuda", COMMON) if not word.startswith("--make-vocab-size-divisible-by")]
+    arguments += [f"--load-hf={source}", "--tokenizer-type=CharacterTokenizer", f"--save-hf={tmp_path}/out"]
+    arguments += ["--rollout-dtype=fp32", "--train-iters=2", f"--runs-dir={tmp_path}", "--run-name=run"]
+    job(["-m", "megatron_rc.launch", "--nproc-per-node=1", *arguments], LIMIT)
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     first = next(row for row in map(json.loads, lines) if "rollout_corr/k3_kl" in row)

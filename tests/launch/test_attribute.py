@@ -61,8 +61,8 @@ def home(tmp_path_factory, ranks):
         for weight in engine.parameters():
             weight += 0.01 * torch.randn(weight.shape, generator=generator)
     engine.save_pretrained(folder / "engine")
-    words = [*COMMON, "--tokenizer-type=CharacterTokenizer", f"--runs-dir={folder}/runs", f"--save={folder}/run"]
-    ranks.run(save_two_steps, LAYOUT, [*words, *LAYOUT.flags()], folder)
+    arguments = [*COMMON, "--tokenizer-type=CharacterTokenizer", f"--runs-dir={folder}/runs", f"--save={folder}/run"]
+    ranks.run(save_two_steps, LAYOUT, [*arguments, *LAYOUT.flags()], folder)
 
     tokens = torch.randint(2, 30, (ROWS, LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) > 3).expand(ROWS, LENGTH) & (torch.rand(ROWS, LENGTH, generator=generator) > 0.2)
@@ -107,8 +107,8 @@ def reference(home):
 )
 def test_the_parts_are_those_of_autograd_through_transformers(home, capsys, engine, records):
     folder, _ = home
-    words = ["--load", folder / "run", "--engine-weights", folder / engine, "--attribution-nodes=2"]
-    metrics = result_of(capsys, *words, folder / records)
+    arguments = ["--load", folder / "run", "--engine-weights", folder / engine, "--attribution-nodes=2"]
+    metrics = result_of(capsys, *arguments, folder / records)
     expected = reference(home)
     assert expected["attribution/explained"] == pytest.approx(1, abs=0.2)
     for name, share in expected.items():
@@ -121,8 +121,8 @@ def test_equal_weights_leave_the_whole_mismatch_to_the_rest(home, capsys):
     folder, batch = home
     recorded = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs - 0.1)
     save_rollouts(recorded, folder / "with-log-probs.safetensors")
-    words = ["--load", folder / "run", "--ckpt-step=3", "--engine-weights", folder / "engine"]
-    metrics = result_of(capsys, *words, folder / "with-log-probs.safetensors")
+    arguments = ["--load", folder / "run", "--ckpt-step=3", "--engine-weights", folder / "engine"]
+    metrics = result_of(capsys, *arguments, folder / "with-log-probs.safetensors")
     assert metrics["attribution/explained"] == pytest.approx(0, abs=1e-9)
     assert metrics["attribution/rest"] == pytest.approx(1)
 
@@ -134,14 +134,21 @@ def test_the_checkpoint_scores_the_tokens_whose_log_probs_are_not_recorded(home,
         scored = log_probs_of(model_of(folder / "trainer"), batch.tokens)
     recorded = dataclasses.replace(batch, old_log_probs=torch.cat([torch.zeros(ROWS, 1), scored], dim=1))
     save_rollouts(recorded, folder / "recorded.safetensors")
-    words = ["--load", folder / "run", "--engine-weights", folder / "engine", "--json", folder / "records.safetensors"]
+    arguments = [
+        "--load",
+        folder / "run",
+        "--engine-weights",
+        folder / "engine",
+        "--json",
+        folder / "records.safetensors",
+    ]
 
-    assert code_of(command.main, *words, folder / "recorded.safetensors") == 0
+    assert code_of(command.main, *arguments, folder / "recorded.safetensors") == 0
     printed = capsys.readouterr()
     num_tokens = int(batch.response_mask.sum())
     assert f"{num_tokens} of {2 * num_tokens} sampled tokens have no log-prob of the trainer" in printed.err
 
-    assert code_of(command.main, *words, folder / "records.safetensors") == 0
+    assert code_of(command.main, *arguments, folder / "records.safetensors") == 0
     expected = json.loads(capsys.readouterr().out)
     for name, share in json.loads(printed.out).items():
         if name.startswith("attribution/"):
@@ -151,8 +158,8 @@ def test_the_checkpoint_scores_the_tokens_whose_log_probs_are_not_recorded(home,
 def test_a_rounding_is_that_of_the_flag(home, tmp_path, capsys):
     """Rounded weights of the trainer have parts in the linear layers alone, beside those of bfloat16."""
     folder, _ = home
-    words = ["--load", folder / "run", "--rollout-dtype=int8", f"--picture={tmp_path}/parts.png"]
-    metrics = result_of(capsys, *words, folder / "records.jsonl", folder / "records.safetensors")
+    arguments = ["--load", folder / "run", "--rollout-dtype=int8", f"--picture={tmp_path}/parts.png"]
+    metrics = result_of(capsys, *arguments, folder / "records.jsonl", folder / "records.safetensors")
     assert metrics["attribution/attention"] != 0
     assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
 
@@ -174,9 +181,9 @@ def stale_server(home):
 @pytest.mark.parametrize("engine", ["sglang-server", "vllm-server"])
 def test_a_servers_stale_projection_is_all_of_the_excess(home, stale_server, capsys, engine):
     folder, _ = home
-    words = ["--load", folder / "run", "--rollout-url", stale_server.url, "--rollout-engine", engine]
-    words += ["--rollout-dtype=bf16", "--attribution-nodes=2"]
-    metrics = result_of(capsys, *words, folder / "records.jsonl")
+    arguments = ["--load", folder / "run", "--rollout-url", stale_server.url, "--rollout-engine", engine]
+    arguments += ["--rollout-dtype=bf16", "--attribution-nodes=2"]
+    metrics = result_of(capsys, *arguments, folder / "records.jsonl")
     excess = {name: share for name, share in metrics["excess"].items() if share}
     assert excess.keys() == {"decoder.layers.1.mlp.linear_fc2.weight"}
     (name,) = excess
@@ -198,8 +205,8 @@ def test_the_excess_of_an_older_checkpoint_in_the_same_format(home, capsys, engi
 
 def test_the_text_names_layers_and_largest_parts(home, capsys):
     folder, _ = home
-    words = ["--load", folder / "run", "--engine-weights", folder / "engine", "--attribution-nodes=3"]
-    assert code_of(command.main, *words, folder / "records.jsonl") == 0
+    arguments = ["--load", folder / "run", "--engine-weights", folder / "engine", "--attribution-nodes=3"]
+    assert code_of(command.main, *arguments, folder / "records.jsonl") == 0
     text = capsys.readouterr().out
     assert "half of the mismatch is in the weights of" in text
     assert "decoder.layers." in text
@@ -208,8 +215,8 @@ def test_the_text_names_layers_and_largest_parts(home, capsys):
 @pytest.mark.parametrize(("engine", "is_noted"), [("run/iter_0000003", False), ("run", True)])
 def test_records_of_other_weights_are_noted(home, capsys, engine, is_noted):
     folder, _ = home
-    words = ["--load", folder / "run", "--engine-weights", folder / engine]
-    assert code_of(command.main, *words, folder / "records.jsonl") == 0
+    arguments = ["--load", folder / "run", "--engine-weights", folder / engine]
+    assert code_of(command.main, *arguments, folder / "records.jsonl") == 0
     assert ("step 3 sampled the records" in capsys.readouterr().err) == is_noted
 
 

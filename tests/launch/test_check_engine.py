@@ -95,9 +95,9 @@ def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
 
 def test_all_ends_of_a_models_files_are_checked(ranks, tmp_path):
     """An engine that stops at the tokenizer's own end alone goes on after the others."""
-    words = words_of(glm_folder(tmp_path), "--grpo-prompts-per-step=8", "--global-batch-size=32")
+    arguments = words_of(glm_folder(tmp_path), "--grpo-prompts-per-step=8", "--global-batch-size=32")
     for fault in (None, "first end only"):
-        (of_rank,) = ranks.run(findings, Layout(), words, fault)
+        (of_rank,) = ranks.run(findings, Layout(), arguments, fault)
         (ending,) = [finding for finding in of_rank if finding.about == "end of text"]
         assert "3 <|user|>, 4 <|observation|> (config.json, generation_config.json)" in ending.words
         assert ending.agrees == (fault is None)

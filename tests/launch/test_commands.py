@@ -39,12 +39,12 @@ def test_a_run_from_flags_to_picture(tmp_path):
 
     The processes tell their imports: no rank on the CPU loads a compiler, Weights & Biases, or what needs a GPU.
     """
-    words = [*SMALL, *TWO, "--train-iters=4", f"--runs-dir={tmp_path}"]
+    arguments = [*SMALL, *TWO, "--train-iters=4", f"--runs-dir={tmp_path}"]
     for name in ("transformer_engine", "apex"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError('a rank on the CPU imports this')")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     environment["PYTHONPROFILEIMPORTTIME"] = "1"
-    code, output, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words), env=environment))
+    code, output, errors = finish(start(torchrun(2, "launch/train_ppo.py", *arguments), env=environment))
     assert code == 0, errors
     imported = set(re.findall(r"(?m)^import time: .*\| *(\S+)$", errors))
     assert "megatron.core.fusions.fused_bias_swiglu" in imported
@@ -71,15 +71,22 @@ def test_a_run_from_flags_to_picture(tmp_path):
     assert (tmp_path / "count_up" / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "count_up" / "tensorboard").rglob("events.*"))
     again, _ = configure([f"--config={tmp_path}/count_up/config.yaml"], 2)
-    assert again == configure(words, 2)[0]
+    assert again == configure(arguments, 2)[0]
 
 
 @pytest.mark.processes
 def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp_path):
     """One is killed; torchrun keeps its store, in which the dead one's address still stands. Later comes Ctrl-C."""
-    words = ["--nproc-per-node=2", "--max-restarts=1", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    arguments = [
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        *SMALL,
+        *TWO,
+        "--train-iters=100000",
+        "--lr-decay-iters=100000",
+    ]
     files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--save-interval=2"]
-    process = launch_forked(tmp_path, [*words, *files, f"--runs-dir={tmp_path}"])
+    process = launch_forked(tmp_path, [*arguments, *files, f"--runs-dir={tmp_path}"])
     folder = tmp_path / "count_up"
     wait_for(lambda: rows_of(folder) >= 3, process)
     assert listening(process.pid) == {LOOPBACK}, "no other machine can connect"
@@ -111,9 +118,9 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
 @pytest.mark.processes
 def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_path, monkeypatch):
     """Rank 1 is killed in its rollout, for which rank 0 waits; torchrun would kill rank 0 after half a minute."""
-    words = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
+    arguments = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
     monkeypatch.setenv("SLOW_ROLLOUT", "600 1")
-    process = launch_forked(tmp_path, words, "tests.support.slow_engine")
+    process = launch_forked(tmp_path, arguments, "tests.support.slow_engine")
     wait_for((tmp_path / "count_up" / "rollout").is_file, process)
     rank_0, rank_1 = (child.pid for child in psutil.Process(process.pid).children())
     begun = time.monotonic()
@@ -127,9 +134,9 @@ def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_
 
 @pytest.mark.processes
 def test_a_launcher_that_is_killed_leaves_no_rank(tmp_path, monkeypatch):
-    words = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
+    arguments = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
     monkeypatch.setenv("SLOW_ROLLOUT", "600 0 1")
-    process = launch_forked(tmp_path, words, "tests.support.slow_engine")
+    process = launch_forked(tmp_path, arguments, "tests.support.slow_engine")
     wait_for((tmp_path / "count_up" / "rollout").is_file, process)
     ranks = children(process.pid)
     process.send_signal(signal.SIGKILL)
@@ -142,8 +149,8 @@ def test_nothing_after_the_last_save_fails_the_run(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
-    process = launch_forked(tmp_path, [*words, f"--save={tmp_path}/save", f"--runs-dir={tmp_path}"])
+    arguments = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    process = launch_forked(tmp_path, [*arguments, f"--save={tmp_path}/save", f"--runs-dir={tmp_path}"])
     folder = tmp_path / "count_up"
     wait_for(lambda: rows_of(folder) >= 1, process)
     shutil.rmtree(temporary)
@@ -159,8 +166,8 @@ def test_nothing_after_the_last_save_fails_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.processes
 def test_under_torchrun_rank_0_speaks_alone(tmp_path):
-    words = ["--standalone", "--nproc-per-node=2", "--module", "megatron_rc.launch.train_ppo", *SMALL, *TWO]
-    process = ForkedCall(tmp_path, torchrun_main, [*words, "--num-attention-heads=1", f"--runs-dir={tmp_path}"])
+    arguments = ["--standalone", "--nproc-per-node=2", "--module", "megatron_rc.launch.train_ppo", *SMALL, *TWO]
+    process = ForkedCall(tmp_path, torchrun_main, [*arguments, "--num-attention-heads=1", f"--runs-dir={tmp_path}"])
     code, _, errors = finish(process)
     assert code == 1, "torchrun's own code"
 

@@ -69,14 +69,14 @@ def home(tmp_path_factory, ranks):
             if parameter.dim() == 1:  # norms, which begin as 1
                 parameter.data.uniform_(0.5, 1.5)
         model.save_pretrained(folder / name)
-        words = [
+        arguments = [
             *COMMON,
             f"--load-hf={folder / name}",
             "--tokenizer-type=CharacterTokenizer",
             f"--runs-dir={folder}/runs",
         ]
-        words += ["--micro-batch-size=8", f"--save={folder / name}-checkpoints", *layout.flags(), *more]
-        ranks.run(save_at, layout, words, 3)
+        arguments += ["--micro-batch-size=8", f"--save={folder / name}-checkpoints", *layout.flags(), *more]
+        ranks.run(save_at, layout, arguments, 3)
     return folder
 
 
@@ -270,8 +270,8 @@ def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home,
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     assert exported(copy, tmp_path / "out") == 1
-    said = capsys.readouterr().err
-    assert f"checkpoint 3 is damaged: {path.name}" in said
+    message = capsys.readouterr().err
+    assert f"checkpoint 3 is damaged: {path.name}" in message
     shutil.copytree(home / "llama3-checkpoints" / STEP, copy / "iter_0000002")
     assert exported(copy, tmp_path / "out") == 1
     assert "; --ckpt-step takes another one (there are 2, 3)" in capsys.readouterr().err

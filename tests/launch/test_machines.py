@@ -40,7 +40,7 @@ def test_two_machines_that_are_numbered_meet(tmp_path):
 def machines(tmp_path, monkeypatch):
     """The launchers of two machines whose ranks train, each with one rank."""
     monkeypatch.setenv("LIMIT_SECONDS", str(LIMIT))
-    words = [
+    arguments = [
         "--nnodes=2",
         "--nproc-per-node=1",
         "--master-addr=127.0.0.1",
@@ -48,12 +48,12 @@ def machines(tmp_path, monkeypatch):
         *SMALL,
         *ONE,
     ]
-    words += ["--train-iters=100000", "--lr-decay-iters=100000", f"--runs-dir={tmp_path}"]
+    arguments += ["--train-iters=100000", "--lr-decay-iters=100000", f"--runs-dir={tmp_path}"]
     started = []
     for number in range(2):
         folder = tmp_path / f"machine-{number}"
         folder.mkdir()
-        started.append(launch_forked(folder, [f"--node-rank={number}", *words], "tests.support.slow_engine"))
+        started.append(launch_forked(folder, [f"--node-rank={number}", *arguments], "tests.support.slow_engine"))
     wait_for(lambda: rows_of(tmp_path / "count_up") > 1, started[0])
     yield started
     for launcher in started:
@@ -98,12 +98,12 @@ def test_a_launcher_that_is_killed_leaves_no_rank_on_its_machine(machines):
 def test_two_machines_meet_and_train_together(tmp_path):
     """What their ranks write goes to the launchers and to files; the one rank 0 writes the run's."""
     meeting = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=7"]
-    words = [*meeting, "--local-addr=127.0.0.1", "--nproc-per-node=1", "--tee=3", *SMALL, *ONE, "--train-iters=1"]
+    arguments = [*meeting, "--local-addr=127.0.0.1", "--nproc-per-node=1", "--tee=3", *SMALL, *ONE, "--train-iters=1"]
     folders = [f"--runs-dir={tmp_path}", f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--save-interval=1"]
-    machines = [start(launch(*words, *folders, f"--log-dir={tmp_path}/{name}")) for name in "ab"]
+    machines = [start(launch(*arguments, *folders, f"--log-dir={tmp_path}/{name}")) for name in "ab"]
     ends = [finish(machine) for machine in machines]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert len(read(tmp_path / "count_up")) == 1
-    said = [next((tmp_path / name).rglob("stderr.log")).read_text() for name in "ab"]
-    assert sorted("finished at step 1" in text for text in said) == [False, True]
+    message = [next((tmp_path / name).rglob("stderr.log")).read_text() for name in "ab"]
+    assert sorted("finished at step 1" in text for text in message) == [False, True]
     assert sorted("[default0]:" in errors for _, _, errors in ends) == [False, True]

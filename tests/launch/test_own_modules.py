@@ -58,8 +58,8 @@ def test_every_command_is_a_run(folder, words):
 def test_the_examples_train(ranks, folder):
     """The task with its replies, the objective and the criterion."""
     _, _, replies, objects = FLAGS
-    words = [*replies, *objects[2:], *SMALL, "--train-iters=2", f"--runs-dir={folder}", "--reward-workers=1"]
-    assert ranks.run(in_folder, Layout(), folder, run_training, words) == [None]
+    arguments = [*replies, *objects[2:], *SMALL, "--train-iters=2", f"--runs-dir={folder}", "--reward-workers=1"]
+    assert ranks.run(in_folder, Layout(), folder, run_training, arguments) == [None]
     (first, second) = rows(folder)
     assert {"reward/first_digit", "rollout_corr/rollout_rs_seq_min_k1_mean"} < set(first)
     assert (first["reward/errors"], second["reward/errors"]) == (0, 0)

@@ -63,9 +63,9 @@ def rotary_parameters(folder):
 def rotary_flags(folder):
     """What this program reads."""
     flags = read_architecture(folder)
-    words = ("rotary", "mscale", "rope-scaling", "rope-dynamic", "yarn")
-    found = {name: flags[name] for name in flags if any(word in name for word in words)}
-    return {name: value if value.isalpha() else float(value) for name, value in found.items()}
+    arguments = ("rotary", "mscale", "rope-scaling", "rope-dynamic", "yarn")
+    results = {name: flags[name] for name in flags if any(word in name for word in arguments)}
+    return {name: value if value.isalpha() else float(value) for name, value in results.items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

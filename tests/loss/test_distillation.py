@@ -84,10 +84,10 @@ def test_weights_of_prefixes_and_sequences_move_the_mean_to_the_student(mode, ki
     of_student = over_prefixes_of(toy.logits.softmax(1), toy, teacher, kind)
     of_engine = over_prefixes_of(toy.engine, toy, teacher, kind)
     assert (of_student - of_engine).norm() > 1e-3
-    wanted = {None: of_engine, "token": of_engine, "prefix": of_student, "sequence": of_student}
-    for level, gradient in wanted.items():
-        found, metrics, _ = step(toy, correction_of(mode, level), divergence)
-        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
+    expected = {None: of_engine, "token": of_engine, "prefix": of_student, "sequence": of_student}
+    for level, gradient in expected.items():
+        results, metrics, _ = step(toy, correction_of(mode, level), divergence)
+        torch.testing.assert_close(results, gradient, rtol=1e-10, atol=1e-12)
         assert metrics["policy/divergence"] == pytest.approx(divergence.mean().item(), rel=1e-12)
 
 
@@ -106,15 +106,17 @@ def test_the_sampled_token_stands_for_the_rest_if_weights_move_it_too(mode):
         labels=toy.tokens,
         teacher_label_log_probs=log_q[rows].gather(2, toy.tokens.unsqueeze(2)).squeeze(2),
     )
-    wanted = over_prefixes_of(toy.logits.softmax(1), toy, teacher, "reverse_kl")
+    expected = over_prefixes_of(toy.logits.softmax(1), toy, teacher, "reverse_kl")
     for level in ("prefix", "sequence"):
-        found, _, _ = step(toy, correction_of(mode, level), of_tokens)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    found, _, _ = step(toy, correction_of(mode, None), of_tokens)
-    assert (found - wanted).norm() > 1e-2
+        results, _, _ = step(toy, correction_of(mode, level), of_tokens)
+        torch.testing.assert_close(results, expected, rtol=1e-10, atol=1e-12)
+    results, _, _ = step(toy, correction_of(mode, None), of_tokens)
+    assert (results - expected).norm() > 1e-2
     # With weights of tokens it is the whole divergence, after prefixes of the engine.
-    found, _, _ = step(toy, correction_of(mode, "token"), of_tokens)
-    torch.testing.assert_close(found, over_prefixes_of(toy.engine, toy, teacher, "reverse_kl"), rtol=1e-10, atol=1e-12)
+    results, _, _ = step(toy, correction_of(mode, "token"), of_tokens)
+    torch.testing.assert_close(
+        results, over_prefixes_of(toy.engine, toy, teacher, "reverse_kl"), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
@@ -123,13 +125,15 @@ def test_bounded_weights_of_every_level_multiply_the_divergence(mode, level):
     toy, teacher = policies()
     divergence = of_each_token(toy, teacher, "reverse_kl")
     correction = correction_of(mode, level, threshold=1.2)
-    found, _, weights = step(toy, correction, divergence)
+    results, _, weights = step(toy, correction, divergence)
     if mode == "bypass":
         # The loss finds them from the same log-probs as the plan of decoupled mode.
         _, _, weights = step(toy, correction_of("decoupled", level, threshold=1.2), divergence)
     assert weights.max() == pytest.approx(1.2)
     assert weights.std() > 0.05
-    torch.testing.assert_close(found, toy.gradient((weights.double() * divergence).sum(1).mean()), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        results, toy.gradient((weights.double() * divergence).sum(1).mean()), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(("mode", "algorithm"), [("decoupled", "ppo_clip"), ("bypass", "reinforce")])
@@ -154,9 +158,9 @@ def test_in_bypass_mode_an_objective_with_the_ratio_weighs_no_divergence():
     """PPO's ratio is the correction, and there are no weights."""
     toy, teacher = policies()
     divergence = of_each_token(toy, teacher, "reverse_kl")
-    found, _, _ = step(toy, correction_of("bypass", None, algorithm="ppo_clip", distillation_coef=COEF), divergence)
+    results, _, _ = step(toy, correction_of("bypass", None, algorithm="ppo_clip", distillation_coef=COEF), divergence)
     torch.testing.assert_close(
-        found, COEF * over_prefixes_of(toy.engine, toy, teacher, "reverse_kl"), rtol=1e-10, atol=1e-12
+        results, COEF * over_prefixes_of(toy.engine, toy, teacher, "reverse_kl"), rtol=1e-10, atol=1e-12
     )
 
 
@@ -201,11 +205,11 @@ def test_reinforce_with_the_teachers_advantages_follows_the_reverse_kl(mode):
     of_teacher = teacher.log_softmax(1)[rows].gather(2, toy.tokens.unsqueeze(2)).squeeze(2)
     # π_old is π_θ before the step.
     advantages = distillation_advantages(of_teacher, toy.train.detach(), toy.mask)
-    wanted = over_prefixes_of(toy.logits.softmax(1), toy, teacher, "reverse_kl")
+    expected = over_prefixes_of(toy.logits.softmax(1), toy, teacher, "reverse_kl")
     for level, is_corrected in (("prefix", True), ("sequence", True), (None, False)):
         correction = correction_of(mode, level, algorithm="reinforce")
-        found, _, _ = step(toy, correction, None, advantages=advantages)
-        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12) == is_corrected
+        results, _, _ = step(toy, correction, None, advantages=advantages)
+        assert torch.allclose(results, expected, rtol=1e-10, atol=1e-12) == is_corrected
 
 
 def test_teachers_are_averaged_by_their_weights():
@@ -219,7 +223,7 @@ def test_teachers_are_averaged_by_their_weights():
     of_domain = (torch.arange(3).view(3, 1, 1) == domain.view(1, 4, 1)).expand(3, 4, 5).double()
     for weights, spoilt in ((None, None), (by_teacher, None), (of_domain, of_domain == 0)):
         scores = teachers if spoilt is None else teachers.masked_fill(spoilt, math.nan)
-        found = distillation_advantages(
+        results = distillation_advantages(
             torch.where(mask, scores, math.nan), torch.where(mask, old, math.inf), mask, teacher_weights=weights
         )
         for row in range(4):
@@ -229,8 +233,8 @@ def test_teachers_are_averaged_by_their_weights():
                     weight = 1 / 3 if weights is None else weights[number]
                     weight = weight[row, column] if weights is of_domain else weight
                     total += float(weight) * float(teachers[number, row, column] - old[row, column])
-                wanted = total if mask[row, column] else 0
-                assert float(found[row, column]) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+                expected = total if mask[row, column] else 0
+                assert float(results[row, column]) == pytest.approx(expected, rel=1e-12, abs=1e-15)
     alone = distillation_advantages(teachers[0].requires_grad_(), old, mask)
     assert not alone.requires_grad
     assert torch.equal(alone, torch.where(mask, teachers[0] - old, 0))

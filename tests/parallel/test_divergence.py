@@ -187,26 +187,26 @@ def limits():
 
 def limits_on_rank(kinds):
     student, teacher, _ = limits()
-    found = {}
+    results = {}
     for kind in kinds:
         leaf = shard_of(student).requires_grad_()
         values = vocab_parallel_divergence(leaf, shard_of(teacher), all_ranks(), kind=kind)
         values.sum().backward()
-        found[kind] = values.detach(), leaf.grad
-    return found
+        results[kind] = values.detach(), leaf.grad
+    return results
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_zero_probabilities_and_extreme_logits_give_the_limits(ranks, tp):
-    student, teacher, wanted = limits()
+    student, teacher, expected = limits()
     of_ranks = ranks.run(limits_on_rank, Layout(tp=tp), DIVERGENCES)
     for kind in DIVERGENCES:
         values = of_ranks[0][kind][0]
         gradient = torch.cat([of_rank[kind][1] for of_rank in of_ranks], dim=-1)
         assert gradient.isfinite().all()
         for row, value in enumerate(values.tolist()):
-            if kind in wanted[row]:
-                assert value == pytest.approx(wanted[row][kind], rel=1e-6, abs=1e-6), (kind, row)
+            if kind in expected[row]:
+                assert value == pytest.approx(expected[row][kind], rel=1e-6, abs=1e-6), (kind, row)
         if kind == "forward_kl":
             # p - q, also where the divergence is infinite.
             torch.testing.assert_close(gradient, student.softmax(-1) - teacher.softmax(-1))
@@ -277,15 +277,15 @@ def raises():
 def collectives():
     """{kind: (collectives of the forward, of the backward)} on this rank."""
     batch = make(torch.float32)
-    found = {}
+    results = {}
     for kind in DIVERGENCES:
         leaf = shard_of(batch.logits).requires_grad_()
         with recorded() as forward:
             total = call(leaf, shard_of(batch.teacher), batch, kind).sum()
         with recorded() as backward:
             total.backward()
-        found[kind] = forward, backward
-    return found
+        results[kind] = forward, backward
+    return results
 
 
 def test_wrong_input_is_named_before_any_collective_and_right_input_makes_few(ranks):
@@ -293,8 +293,8 @@ def test_wrong_input_is_named_before_any_collective_and_right_input_makes_few(ra
     tokens = math.prod(SHAPE)
     of_kl = [("MAX", 2, 2 * tokens), ("SUM", 2, 3 * tokens)]
     of_jsd = [("MAX", 2, 2 * tokens), ("SUM", 2, 2 * tokens), ("SUM", 2, 2 * tokens)]
-    wanted = {"reverse_kl": (of_kl, []), "forward_kl": (of_kl, []), "jsd": (of_jsd, [])}
-    assert ranks.run(collectives, Layout(tp=2)) == [wanted, wanted]
+    expected = {"reverse_kl": (of_kl, []), "forward_kl": (of_kl, []), "jsd": (of_jsd, [])}
+    assert ranks.run(collectives, Layout(tp=2)) == [expected, expected]
     nothing = {kind: ([], []) for kind in DIVERGENCES}
     assert ranks.run(collectives, Layout()) == [nothing]
 
@@ -329,8 +329,8 @@ def test_on_a_gpu_the_host_does_not_wait(kind):
     batch = make(torch.float32)
     mask = batch.mask
     on_cpu = batch.logits.clone().requires_grad_()
-    wanted = call(on_cpu, batch.teacher, batch, kind)
-    wanted[mask].sum().backward()
+    expected = call(on_cpu, batch.teacher, batch, kind)
+    expected[mask].sum().backward()
     with far_device() as device:
         leaf = batch.logits.to(GPU).requires_grad_()
         far = dataclasses.replace(batch, mask=mask.to(GPU))
@@ -339,7 +339,7 @@ def test_on_a_gpu_the_host_does_not_wait(kind):
         values = call(leaf, teacher, far, kind)
         values.sum().backward()
         assert not device.waits
-        torch.testing.assert_close(values.cpu(), wanted.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(values.cpu(), expected.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(leaf.grad.cpu(), on_cpu.grad, rtol=1e-6, atol=1e-6)
 
 
@@ -387,7 +387,7 @@ def linear_outcomes(sequence_parallel):
     size = dist.get_world_size()
     rows = slice(rank * PADDED // size, (rank + 1) * PADDED // size)
     part = slice(rank * SEQUENCE // size, (rank + 1) * SEQUENCE // size) if sequence_parallel else slice(None)
-    found = {}
+    results = {}
     for kind, with_kept, chunk_size in CALLS:
         leaves = [student[0][part], student[1][rows], student[2][rows]]
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
@@ -413,8 +413,8 @@ def linear_outcomes(sequence_parallel):
                 **support if with_kept else {},
             )
             (coefficients * values).sum().backward()
-        found[kind, with_kept, chunk_size] = values.detach(), [leaf.grad for leaf in leaves], [c[0] for c in calls]
-    return found
+        results[kind, with_kept, chunk_size] = values.detach(), [leaf.grad for leaf in leaves], [c[0] for c in calls]
+    return results
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (4, False), (4, True)])

@@ -44,15 +44,15 @@ def call(fused, teacher, **options):
     return values.detach(), gradients, passed
 
 
-def assert_same(found, wanted_of):
+def assert_same(results, wanted_of):
     """``wanted_of`` makes the divergences, [b, s], of the student's logits."""
-    values, gradients, passed = found
+    values, gradients, passed = results
     hidden = passed["hidden_states"].detach().requires_grad_()
     weight = passed["output_layer"].whole.clone().requires_grad_()
     logits = (hidden @ weight.t()).transpose(0, 1) * FACTOR / TEMPERATURE
-    wanted = torch.where(passed["labels"] != -100, wanted_of(logits), 0)
-    wanted_gradients = torch.autograd.grad((data()[4][0] * wanted).sum(), [hidden, weight])
-    torch.testing.assert_close(values, wanted.detach(), rtol=1e-11, atol=1e-12)
+    expected = torch.where(passed["labels"] != -100, wanted_of(logits), 0)
+    wanted_gradients = torch.autograd.grad((data()[4][0] * expected).sum(), [hidden, weight])
+    torch.testing.assert_close(values, expected.detach(), rtol=1e-11, atol=1e-12)
     for got, want in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 

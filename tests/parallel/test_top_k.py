@@ -92,7 +92,7 @@ def reference(kind, tail):
 
 def outcomes(sequence_parallel):
     """{(kind, tail, from logits): (divergence, gradients of hidden and weight, collectives)} on this rank."""
-    found = {}
+    results = {}
     for (kind, tail), from_logits in itertools.product(CASES, (True, False)):
         hidden, weight, *_, mask, _, coefficients = make()
         arguments = of_teacher(tail) | {"tp_group": all_ranks(), "kind": kind, "beta": BETAS[kind]}
@@ -113,8 +113,8 @@ def outcomes(sequence_parallel):
                     hidden, rows, sequence_parallel=sequence_parallel, chunk_size=4, **arguments
                 )
         (coefficients * values).sum().backward()
-        found[kind, tail, from_logits] = values.detach(), (hidden.grad, rows.grad), list(calls)
-    return found
+        results[kind, tail, from_logits] = values.detach(), (hidden.grad, rows.grad), list(calls)
+    return results
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (4, False), (4, True)])
@@ -342,8 +342,8 @@ def test_without_any_id_the_sampled_token_stands_for_all():
     log_p = logits.log_softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(values, log_p - of_teacher)
     slope = (log_p - of_teacher + 1).detach()
-    (wanted,) = torch.autograd.grad((slope * log_p).sum(), logits)
-    torch.testing.assert_close(gradient, wanted)
+    (expected,) = torch.autograd.grad((slope * log_p).sum(), logits)
+    torch.testing.assert_close(gradient, expected)
     for tail in ("rest", "none"):
         assert not top_k_divergence(logits, tail=tail, **nothing).any()
     nothing["teacher_offsets"] = torch.zeros(1, dtype=torch.int64)

@@ -82,5 +82,5 @@ def healthy_rows(seed, fields):
 
 def verdicts(rows, settings=None):
     """The name of each verdict on a run's rows, and its kind, in order."""
-    found = judge(facts_of_series(own_rows(rows, "here")[0], settings))
-    return {verdict.rule.name: verdict.rule.kind for verdict in found}
+    results = judge(facts_of_series(own_rows(rows, "here")[0], settings))
+    return {verdict.rule.name: verdict.rule.kind for verdict in results}

@@ -206,10 +206,10 @@ def run_beside_server(folder, words, broken="", kills=(), ranks=1, servers=1, mo
     folders += " --rollout-url=" + ",".join(f"http://127.0.0.1:{one}" for one in ports)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launcher += [f"--max-restarts={len(kills)}"]
-    with (folder / "said").open("w") as said:
+    with (folder / "said").open("w") as message:
         command = [*launcher, str(folder / "train.py"), *words, *folders.split()]
         run = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True
+            command, stdout=message, stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True
         )
     processes = [run]
     try:

@@ -48,12 +48,12 @@ def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
     """A number that is typed counts more."""
     named = tmp_path / "mine.yaml"
     named.write_text((CONFIGS / "launch" / "count_up.yaml").read_text().replace("world-size: 4", "world-size: 8"))
-    for words, ranks in (
+    for arguments, ranks in (
         (["--config=count_up"], 4),
         ([f"--config={named}"], 8),
         ([f"--config={named}", "--nnodes=4"], 4),
     ):
-        assert code_of(main, *words, "--dry-run", "--pipeline-model-parallel-size=8") == 2
+        assert code_of(main, *arguments, "--dry-run", "--pipeline-model-parallel-size=8") == 2
         assert f"needs a multiple of 16 processes, got {ranks}:" in capsys.readouterr().err
     named.write_text("world-size: many\n")
     assert code_of(main, f"--config={named}", "--dry-run") == 2
@@ -109,12 +109,12 @@ def test_flags_that_only_gpus_know_are_no_hindrance(capsys, words):
 
 
 def test_modules_that_transformer_engine_makes_anew_are_noted(capsys):
-    words = "--config count_up --recompute-granularity selective --recompute-modules"
-    code, output, errors = dry_run(capsys, f"{words} layernorm mlp --tp-comm-overlap --bf16 --json", ranks=4)
+    arguments = "--config count_up --recompute-granularity selective --recompute-modules"
+    code, output, errors = dry_run(capsys, f"{arguments} layernorm mlp --tp-comm-overlap --bf16 --json", ranks=4)
     assert (code, errors) == (0, "")
     findings = json.loads(output)
     assert any(note.endswith(" --tp-comm-overlap, --recompute-modules layernorm") for note in findings["notes"])
-    alike = json.loads(dry_run(capsys, f"{words} mlp --bf16 --json", ranks=4)[1])
+    alike = json.loads(dry_run(capsys, f"{arguments} mlp --bf16 --json", ranks=4)[1])
     assert findings["memory"] == alike["memory"]
 
 
@@ -124,8 +124,8 @@ def test_modules_that_transformer_engine_makes_anew_are_noted(capsys):
 )
 def test_vllms_share_of_a_device_is_that_of_its_arguments(capsys, tmp_path, text, more, share):
     (tmp_path / "args.yaml").write_text(text or "max_num_seqs: 8")
-    words = f"--config count_up --rollout-engine vllm --rollout-engine-args {tmp_path}/args.yaml {more}"
-    shares = re.findall("vLLM takes (.*) of the device", dry_run(capsys, words, ranks=4)[1])
+    arguments = f"--config count_up --rollout-engine vllm --rollout-engine-args {tmp_path}/args.yaml {more}"
+    shares = re.findall("vLLM takes (.*) of the device", dry_run(capsys, arguments, ranks=4)[1])
     assert shares == [share] * bool(share)
 
 
@@ -137,9 +137,11 @@ def test_packages_of_the_training_machines_are_noted(capsys):
     assert [note for note in notes if "transformer_engine, which is not installed" in note]
     assert json.loads(dry_run(capsys, "--config count_up --cpu --json", ranks=4)[1])["notes"] == []
     # Experts that DeepEP exchanges are looked at without it.
-    words = "--config count_up --num-experts 4 --moe-ffn-hidden-size 64 --qk-layernorm --moe-token-dispatcher-type flex"
-    words += " --moe-enable-deepep --moe-deepep-num-sms 24 --moe-router-dtype fp32"
-    code, output, errors = dry_run(capsys, f"{words} --json", ranks=4)
+    arguments = (
+        "--config count_up --num-experts 4 --moe-ffn-hidden-size 64 --qk-layernorm --moe-token-dispatcher-type flex"
+    )
+    arguments += " --moe-enable-deepep --moe-deepep-num-sms 24 --moe-router-dtype fp32"
+    code, output, errors = dry_run(capsys, f"{arguments} --json", ranks=4)
     assert (code, errors) == (0, "")
     assert [note for note in json.loads(output)["notes"] if "flex needs deep_ep, which is not installed" in note]
 
@@ -151,8 +153,8 @@ def made(words, world):
 
 
 def test_places_of_engines():
-    found = places(made(LAYOUTS["cp-experts"], 16))
-    assert [place.rank for place in found if place.engine == "transformers"] == [0, 4]
+    results = places(made(LAYOUTS["cp-experts"], 16))
+    assert [place.rank for place in results if place.engine == "transformers"] == [0, 4]
     # A long table is cut in the middle.
     rows = places_in_words(places(made("--grpo-prompts-per-step 128", 512)))
     assert rows[0].split() == ["ranks", "pp", "dp", "cp", "tp", "ep", "engine"]

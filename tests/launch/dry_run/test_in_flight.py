@@ -62,8 +62,8 @@ CASES = [
 @pytest.mark.parametrize(("model", "recomputed", "layout"), CASES, ids=["-".join(case) for case in CASES])
 def test_the_bytes_are_those_that_pytorch_allocates(model, recomputed, layout):
     ranks, split = LAYOUTS[layout]
-    words = [*MODELS[model], *LAYERS, *RECOMPUTATION[recomputed], *split]
-    config = run_config(words, STAGES * ranks, engine=False)
+    arguments = [*MODELS[model], *LAYERS, *RECOMPUTATION[recomputed], *split]
+    config = run_config(arguments, STAGES * ranks, engine=False)
     chunk = ActivationSizes(config).chunk([config.experts is not None] * 2, is_first=False, is_last=False)
     # A deep pipeline's number takes eight times as long, and each further micro-batch adds the same.
     for in_flight in (1, 8) if model == "dense" else (1, 2):

@@ -70,8 +70,8 @@ def test_a_launch_file_describes_the_published_model(name, tmp_path):
 def test_a_launch_file_fits(name, capsys):
     """By the command that it names itself."""
     text = (CONFIGS / "launch" / f"{name}.yaml").read_text()
-    (words,) = re.findall(r"^# .*: python -m megatron_rc\.launch (--dry-run .*)$", text, re.MULTILINE)
-    assert code_of(main, *words.split(), "--device-memory-gib", "72") == 0
+    (arguments,) = re.findall(r"^# .*: python -m megatron_rc\.launch (--dry-run .*)$", text, re.MULTILINE)
+    assert code_of(main, *arguments.split(), "--device-memory-gib", "72") == 0
     output, errors = capsys.readouterr()
     assert errors == ""
     assert output.startswith("weights: random (--from-scratch) · tokenizer: one token a character (--from-scratch) · ")
@@ -119,11 +119,11 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts_the_ranks(name, tmp_path):
     environment, command = SCRIPTS[name]
-    code, words, errors = run(tmp_path, f"launch/{name} 'my run.yaml' --lr 1e-6", **environment)
+    code, arguments, errors = run(tmp_path, f"launch/{name} 'my run.yaml' --lr 1e-6", **environment)
     assert (code, errors) == (0, "")
     module = [] if name == "one_node.sh" else ["-m", "megatron_rc.launch.train_ppo"]
-    assert words == [*command.split(), *module, "--config", "my run.yaml", "--lr", "1e-6"]
-    assert not module or torchrun_takes(words)
+    assert arguments == [*command.split(), *module, "--config", "my run.yaml", "--lr", "1e-6"]
+    assert not module or torchrun_takes(arguments)
 
 
 def test_under_slurm_torchrun_gives_the_ranks_time_to_save(tmp_path):
@@ -146,16 +146,16 @@ def commands():
 @pytest.mark.parametrize("line", commands(), ids=lambda line: line.split(" --load-hf")[0])
 def test_a_command_of_the_documents_works_as_it_is_written(line, tmp_path, monkeypatch):
     """Through the shell, with stand-ins for what starts ranks; the flags of the run are then checked as ranks do."""
-    code, words, errors = run(tmp_path, line)
+    code, arguments, errors = run(tmp_path, line)
     assert (code, errors) == (0, "")
     if line.startswith("python"):
-        mine, flags = torchrun_parser().parse_known_args(words[3:])
+        mine, flags = torchrun_parser().parse_known_args(arguments[3:])
         ranks = machines_of(mine).world_sizes()[-1]
         assert made("llama3_70b_64gpus", *flags[2:], ranks=ranks).launch.world_size == 64
         return
-    assert "one_node.sh" in line or torchrun_takes(words)
-    machines = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
-    name, *flags = words[words.index("--config") + 1 :]
+    assert "one_node.sh" in line or torchrun_takes(arguments)
+    machines = int(arguments[arguments.index("--nnodes") + 1]) if "--nnodes" in arguments else 1
+    name, *flags = arguments[arguments.index("--config") + 1 :]
     monkeypatch.chdir(tmp_path)
     publish(name)
     assert made(name, *flags, ranks=8 * machines).checkpoints.load_hf == "DIR"
@@ -170,8 +170,8 @@ def publish(name):
 
     config = made(name)
     find_family(config).hugging_face_config(config).save_pretrained("DIR")
-    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<end>": 2}, unk_token="<end>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained("DIR")
+    arguments = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<end>": 2}, unk_token="<end>"))
+    PreTrainedTokenizerFast(tokenizer_object=arguments, eos_token="<end>").save_pretrained("DIR")
     Path("train.jsonl").write_text('{"prompt": "one", "label": "two"}\n')
 
 
@@ -185,13 +185,13 @@ def torchrun_takes(words):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_a_script_lacks_is_said(name, tmp_path):
     environment, _ = SCRIPTS[name]
-    code, words, errors = run(tmp_path, f"launch/{name}", **environment)
-    assert (code != 0, words) == (True, [])
+    code, arguments, errors = run(tmp_path, f"launch/{name}", **environment)
+    assert (code != 0, arguments) == (True, [])
     assert "usage: " in errors
     for missing in set(environment) - {"GPUS"}:
         rest = {key: value for key, value in environment.items() if key != missing}
-        code, words, errors = run(tmp_path, f"launch/{name} count_up", **rest)
-        assert (code != 0, words) == (True, []), missing
+        code, arguments, errors = run(tmp_path, f"launch/{name} count_up", **rest)
+        assert (code != 0, arguments) == (True, []), missing
         assert missing in errors
 
 

@@ -53,20 +53,20 @@ def words_of(name, *more):
 
 @cache
 def predicted(name, *more):
-    layout, words = words_of(name, *more)
-    return stage_memories(run_config(words, layout.world, engine=False))
+    layout, arguments = words_of(name, *more)
+    return stage_memories(run_config(arguments, layout.world, engine=False))
 
 
 def configured(name, *more):
     """For another machine, which may have GPUs."""
-    layout, words = words_of(name, *more)
-    return configure(words, layout.world, engine=False, elsewhere=True)[0]
+    layout, arguments = words_of(name, *more)
+    return configure(arguments, layout.world, engine=False, elsewhere=True)[0]
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_peak_is_that_of_a_real_rank(name, ranks):
-    layout, words = words_of(name)
-    measured = ranks.run(peak_bytes, layout, words)
+    layout, arguments = words_of(name)
+    measured = ranks.run(peak_bytes, layout, arguments)
     of_stage = layout.world // layout.pp
     for memory in predicted(name):
         for rank in range(memory.stage * of_stage, (memory.stage + 1) * of_stage):
@@ -79,18 +79,18 @@ def test_the_alignment_of_a_teachers_hidden_states_counts(ranks, tmp_path):
         vocab_size=2000, hidden_size=512, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
     )
     transformers.AutoModelForCausalLM.from_config(teacher).save_pretrained(tmp_path)
-    words = [*LLAMA, *COMMON, "--grpo-prompts-per-step=64", "--num-layers=1", "--fused-linear-log-probs"]
-    words += ["--policy-loss=distill", f"--teacher-load-hf={tmp_path}"]
-    words += ["--teacher-prompt=python:tests.support.teacher_servers:with_hint"]
-    (memory,) = stage_memories(run_config(words, 1, engine=False))
-    (peak,) = ranks.run(peak_bytes, Layout(), words)
+    arguments = [*LLAMA, *COMMON, "--grpo-prompts-per-step=64", "--num-layers=1", "--fused-linear-log-probs"]
+    arguments += ["--policy-loss=distill", f"--teacher-load-hf={tmp_path}"]
+    arguments += ["--teacher-prompt=python:tests.support.teacher_servers:with_hint"]
+    (memory,) = stage_memories(run_config(arguments, 1, engine=False))
+    (peak,) = ranks.run(peak_bytes, Layout(), arguments)
     assert memory.peak == pytest.approx(peak, rel=0.1), memory
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_parameters_are_those_of_the_built_model(name):
-    layout, words = words_of(name)
-    config = run_config(words, layout.world, engine=False)
+    layout, arguments = words_of(name)
+    config = run_config(arguments, layout.world, engine=False)
     for stage, memory in enumerate(predicted(name)):
         with fake_groups(config, first_rank_of_stage(config, stage)):
             parameters = [weight.numel() for chunk in built_chunks(config) for weight in chunk.parameters()]

@@ -39,9 +39,11 @@ def test_the_largest_part_is_named_with_what_makes_it_smaller(tmp_path, part, mo
     check_fit(config, [needs("nothing"), needs(part, stage=1)], None, 4.0)
     with pytest.raises(ConfigurationError) as error:
         check_fit(config, [needs("nothing"), needs(part, stage=1)], None, 3.0)
-    words = {"batch": "the rollout batch", "critic": "the critic's", "teacher": "the teacher's"}.get(part, part)
-    said = f"--device-memory-gib 3 is less than the 3.4 GiB of a rank of stage 1, of which 3.0 are {words}: {remedy}"
-    assert str(error.value) == said
+    arguments = {"batch": "the rollout batch", "critic": "the critic's", "teacher": "the teacher's"}.get(part, part)
+    message = (
+        f"--device-memory-gib 3 is less than the 3.4 GiB of a rank of stage 1, of which 3.0 are {arguments}: {remedy}"
+    )
+    assert str(error.value) == message
 
 
 def test_the_engine_counts_on_the_first_stage_alone(tmp_path):

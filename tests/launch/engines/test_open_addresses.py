@@ -69,8 +69,8 @@ def test_an_engine_says_so_once_at_its_start(tmp_path, kind, host):
             self.server_address = (host, 0)
             ThreadingHTTPServer.server_bind(self)
 
-    with running(kind=Open) as server, logged() as said:
+    with running(kind=Open) as server, logged() as message:
         engine = given(kind, server, tmp_path)
         engine.load_weights(weights().items(), 1)
-    warnings = [line for line in said if "127.0.0.2" in line]
+    warnings = [line for line in message if "127.0.0.2" in line]
     assert len(warnings) == (host == "0.0.0.0")

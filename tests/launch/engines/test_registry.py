@@ -67,8 +67,10 @@ def vllm(monkeypatch):
     """Makes the package vllm present, or absent with None."""
     right = importlib.util.find_spec
 
-    def make(found):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: found if name == "vllm" else right(name, *a))
+    def make(results):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *a: results if name == "vllm" else right(name, *a)
+        )
 
     return make
 

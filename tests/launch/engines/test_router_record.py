@@ -16,14 +16,14 @@ PROMPTS = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11], [5], [12, 13]] * 4
 
 def used_experts(model, tokens):
     """[tokens, layers with experts, top_k] experts that the layers' experts are called with, in one pass."""
-    found = []
+    results = []
     layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    hooks = [layer.register_forward_pre_hook(lambda _, given: found.append(given[1])) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(lambda _, given: results.append(given[1])) for layer in layers]
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return torch.stack(found, dim=1)
+    return torch.stack(results, dim=1)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -37,12 +37,12 @@ def test_reported_experts_are_used(name):
     differing = choices = 0
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         tokens = [*prompt, *sample.token_ids]
-        wanted = used_experts(engine.model, tokens)[:-1].sort(dim=-1).values
-        found = sample.routed_experts
-        assert found.dtype == torch.int16
-        assert found.shape == wanted.shape
-        differing += int((found.sort(dim=-1).values != wanted).any(dim=-1).sum())
-        choices += wanted[..., 0].numel()
+        expected = used_experts(engine.model, tokens)[:-1].sort(dim=-1).values
+        results = sample.routed_experts
+        assert results.dtype == torch.int16
+        assert results.shape == expected.shape
+        differing += int((results.sort(dim=-1).values != expected).any(dim=-1).sum())
+        choices += expected[..., 0].numel()
     # A choice between two experts of nearly equal scores depends on the last digits.
     assert differing <= 0.005 * choices
     engine.sample(PROMPTS[:2], SamplingParams(), 2, seed=1)

@@ -164,8 +164,8 @@ def test_answers_that_cannot_be_trained_on(server, tmp_path, kind, fault, messag
     """The trainer asks for one response."""
     engine = given(kind, server, tmp_path)
     server.faults[GENERATE[kind]] = [fault]
-    words = ["--rollout-engine=vllm-server", f"--rollout-url={server.url}", f"--rollout-weights-dir={tmp_path}"]
-    samples = GoodSamples(run_config(flags(tmp_path, *words)), engine, ENDS, replica=0)
+    arguments = ["--rollout-engine=vllm-server", f"--rollout-url={server.url}", f"--rollout-weights-dir={tmp_path}"]
+    samples = GoodSamples(run_config(flags(tmp_path, *arguments)), engine, ENDS, replica=0)
     with pytest.raises(EngineError, match=message) as caught:
         samples([[5, 6]], SamplingParams(), TOKENS, seed=9)
     assert server.paths().count(GENERATE[kind]) == 1

@@ -378,9 +378,9 @@ def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp
     assert groups_of_strangers == [None, None], "a stranger is in a group"
     for received in server.received:
         assert all(torch.equal(received[name], tensor) for name, tensor in weights(0).items())
-    words = {body["init_info"]["word"] for path, body in server.seen if path == server.joins}
-    assert len(words) == 2
-    assert min(map(len, words)) >= 32
+    arguments = {body["init_info"]["word"] for path, body in server.seen if path == server.joins}
+    assert len(arguments) == 2
+    assert min(map(len, arguments)) >= 32
 
 
 def test_an_update_that_another_trainer_left_is_ended_first(server, tmp_path):

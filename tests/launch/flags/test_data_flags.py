@@ -52,16 +52,16 @@ def test_prompts_come_from_the_files_and_evaluations_try_all_of_theirs(tmp_path,
     assert (config.task.task, config.data.label_key) == (None, "label")
     assert sorted("-" in problem.prompt for problem in task.problems(0, 8)) == [False] * 4 + [True] * 4
     assert {problem.record["prompt"] for problem in task.problems(0, 50)} > {"0 + 1 = ", "3 - 1 = "}
-    found = config.evaluation
-    defaults = (found.eval_problems, found.eval_samples, found.eval_temperature, found.eval_answers)
+    results = config.evaluation
+    defaults = (results.eval_problems, results.eval_samples, results.eval_temperature, results.eval_answers)
     assert defaults == (4, 1, None, 8)
     assert [problem.label for problem in task.problems(0, 4, held_out=True)] == ["-1", "0", "1", "2"]
     (tmp_path / "again.yaml").write_text(as_launch_file(config.flags))
     again, _ = configure([f"--config={tmp_path}/again.yaml"], 1)
     assert (again.task, again.data, again.evaluation) == (config.task, config.data, config.evaluation)
     flags = [*BASE, f"--runs-dir={tmp_path}", *DATA]
-    words = torchrun_arguments(["--nproc-per-node", "1", *mixed, "--nnodes", "1", *flags])
-    assert words[words.index("--module") + 2 :] == [*mixed, *flags], "torchrun gets all values of a flag"
+    arguments = torchrun_arguments(["--nproc-per-node", "1", *mixed, "--nnodes", "1", *flags])
+    assert arguments[arguments.index("--module") + 2 :] == [*mixed, *flags], "torchrun gets all values of a flag"
 
 
 def test_a_launch_file_has_them_as_a_list(tmp_path, file, other):
@@ -116,12 +116,12 @@ REFUSED = """
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_what_cannot_work_is_one_sentence(tmp_path, file, other, row):
-    words, _, parts = row.partition(" :: ")
+    arguments, _, parts = row.partition(" :: ")
     (tmp_path / "more").mkdir()
     third = write(tmp_path / "more" / "b.jsonl", [{"prompt": "2 + 2 = ", "label": 4}])
     files = {"B": other, "C": third, "x=B": f"x={other}", "a=B": f"a={other}", "a=C": f"a={third}"}
     with refused(parts):
-        check(tmp_path, *DATA, "--prompt-data", file, *(files.get(word, word) for word in words.split()))
+        check(tmp_path, *DATA, "--prompt-data", file, *(files.get(word, word) for word in arguments.split()))
 
 
 def test_held_out_files_have_names_and_keys_of_their_own(tmp_path, file):
@@ -136,8 +136,8 @@ def test_held_out_files_have_names_and_keys_of_their_own(tmp_path, file):
         "eval-input-key: [problem, math-500=question, plain=prompt]\neval-label-key: aime_24=answer.value\n"
         "eval-interval: 2\n"
     )
-    words = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
-    config, task = check(tmp_path, *words)
+    arguments = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
+    config, task = check(tmp_path, *arguments)
     assert config.data.eval_names == ("aime_24", "math-500", "plain")
     assert [(problem.prompt, problem.label) for problem in task.problems(0, 3, held_out=True)] == [
         *(("a", 1), ("b", "2"), ("c", 3))
@@ -150,19 +150,19 @@ def test_held_out_files_have_names_and_keys_of_their_own(tmp_path, file):
 
 
 def test_one_file_has_metrics_of_its_own_if_it_has_a_name(tmp_path, file, other):
-    words = [*DATA, "--prompt-data", file, "--eval-interval=2", "--eval-data"]
-    assert check(tmp_path, *words, other)[0].data.eval_names == ()
-    assert check(tmp_path, *words, f"held={other}")[0].data.eval_names == ("held",)
+    arguments = [*DATA, "--prompt-data", file, "--eval-interval=2", "--eval-data"]
+    assert check(tmp_path, *arguments, other)[0].data.eval_names == ()
+    assert check(tmp_path, *arguments, f"held={other}")[0].data.eval_names == ("held",)
     (tmp_path / "x=y.jsonl").write_text('{"prompt": "a", "label": 1}\n')
-    assert check(tmp_path, *words, f"{tmp_path}/x=y.jsonl")[0].data.eval_names == (), "a path with a slash before ="
+    assert check(tmp_path, *arguments, f"{tmp_path}/x=y.jsonl")[0].data.eval_names == (), "a path with a slash before ="
 
 
 def test_the_length_of_a_response_is_given_and_may_leave_just_enough_room(tmp_path, file):
-    words = ["--prompt-data", file, "--overlong-prompts=error"]
-    check(tmp_path, *DATA, *words, "--max-response-length=56")
+    arguments = ["--prompt-data", file, "--overlong-prompts=error"]
+    check(tmp_path, *DATA, *arguments, "--max-response-length=56")
     base = [word for word in BASE if not word.startswith("--max-response-length")]
     with pytest.raises(ConfigurationError, match=r"--prompt-data .*--max-response-length"):
-        configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", *words], 1)
+        configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", *arguments], 1)
 
 
 def test_labels_are_required_if_a_rule_compares_them(tmp_path):
@@ -174,11 +174,11 @@ def test_labels_are_required_if_a_rule_compares_them(tmp_path):
     folder.mkdir()
     save_rollouts(recorded_batch(0), folder / "step-0000000-replica-0000.safetensors")
     recorded = [*[word for word in DATA if not word.startswith("--reward")], folder_of_rollouts, "--train-iters=2"]
-    for words in ([*DATA, "--reward=python:tests.support.user_rewards:length"], recorded):
-        assert check(tmp_path, *words, *rows)[1].problems(0, 1)[0].label is None
-    for words in (DATA, [*recorded, "--label-key=label"]):
+    for arguments in ([*DATA, "--reward=python:tests.support.user_rewards:length"], recorded):
+        assert check(tmp_path, *arguments, *rows)[1].problems(0, 1)[0].label is None
+    for arguments in (DATA, [*recorded, "--label-key=label"]):
         with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
-            check(tmp_path, *words, *rows)
+            check(tmp_path, *arguments, *rows)
 
 
 @pytest.mark.parametrize("rule", ["exact", "math-verify"])
@@ -186,34 +186,34 @@ def test_labels_that_a_rule_cannot_compare_are_refused_with_row_key_value_and_re
     """verl's own rows, whose label lies in an object; the words of the object would never be answered."""
     rows = [{"prompt": "a", "reward_model": ["b", 2]}]
     rows.append({"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "34"}})
-    words = ["--prompt-data", write(tmp_path / "a.jsonl", rows), *DATA, f"--reward={rule}"]
+    arguments = ["--prompt-data", write(tmp_path / "a.jsonl", rows), *DATA, f"--reward={rule}"]
     with refused(f"a.jsonl, line 2 | 'reward_model' | '34' | --reward {rule} | --label-key reward_model.ground_truth"):
-        check(tmp_path, *words, "--label-key=reward_model")
+        check(tmp_path, *arguments, "--label-key=reward_model")
     write(tmp_path / "a.jsonl", rows[1:])
-    _, task = check(tmp_path, *words, "--label-key=reward_model.ground_truth")
+    _, task = check(tmp_path, *arguments, "--label-key=reward_model.ground_truth")
     assert task.problems(0, 1)[0].label == "34"
-    check(tmp_path, *words, "--label-key=reward_model", "--reward=python:tests.support.user_rewards:length")
+    check(tmp_path, *arguments, "--label-key=reward_model", "--reward=python:tests.support.user_rewards:length")
 
 
 def test_labels_of_a_task_are_looked_at_too(tmp_path):
     """The toy's label behind a nine is empty, which is no expression."""
-    words = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--grpo-prompts-per-step=32", "--global-batch-size=128"]
+    arguments = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--grpo-prompts-per-step=32", "--global-batch-size=128"]
     with refused("--task count_up | problem | an empty text | --reward math-verify"):
-        configure([*words, "--reward=math-verify"], 1)
-    configure([*words, "--reward=exact"], 1)
+        configure([*arguments, "--reward=math-verify"], 1)
+    configure([*arguments, "--reward=exact"], 1)
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "characters"])
 def test_a_launch_files_template_needs_a_tokenizer_that_has_one(tmp_path, file, template, caplog):
     """The launch file's is dropped with a line where there is none; a typed one is an error."""
     (tmp_path / "run.yaml").write_text("apply-chat-template: true\n")
-    words = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
+    arguments = [*DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml"]
     if template != "characters":
         folder = tokenizer_folder(tmp_path / "tokenizer", template=template)
-        words.append(f"--tokenizer-model={folder}")
+        arguments.append(f"--tokenizer-model={folder}")
     applied = template not in (None, "characters")
     with caplog.at_level(logging.WARNING):
-        config, task = check(tmp_path, *words)
+        config, task = check(tmp_path, *arguments)
     assert config.task.apply_chat_template == applied
     lines = [message for message in caplog.messages if "chat template" in message]
     assert len(lines) == (not applied)
@@ -225,7 +225,7 @@ def test_a_launch_files_template_needs_a_tokenizer_that_has_one(tmp_path, file, 
     assert shown.startswith("[") == applied
     if not applied:
         with pytest.raises(ConfigurationError, match=r"--apply-chat-template: .*chat_template"):
-            check(tmp_path, *words, "--apply-chat-template")
+            check(tmp_path, *arguments, "--apply-chat-template")
 
 
 def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
@@ -245,9 +245,9 @@ def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
     tokenizer_folder("MODEL")
     (launch_file,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "my_run.yaml").write_text(launch_file)
-    words = shlex.split(command.replace("\\\n", ""))
-    assert words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "2"]
-    config, task = configure(words[5:], 2)
+    arguments = shlex.split(command.replace("\\\n", ""))
+    assert arguments[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "2"]
+    config, task = configure(arguments[5:], 2)
     assert [problem.messages[-1]["content"] for problem in task.problems(0, 2, held_out=True)] == [
         "What is 3 + 9?",
         "4 + 4 = ?",
@@ -255,5 +255,5 @@ def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
     assert (config.evaluation.eval_problems, config.evaluation.eval_samples) == (2, 4)
     (as_list,) = re.findall(r"`(prompt-data: \[.*?\])`", text)
     (tmp_path / "my_run.yaml").write_text((tmp_path / "my_run.yaml").read_text() + as_list + "\n")
-    start = words.index("--prompt-data")
-    assert configure([*words[5:start], *words[start + 5 :]], 2)[0].data == config.data
+    start = arguments.index("--prompt-data")
+    assert configure([*arguments[5:start], *arguments[start + 5 :]], 2)[0].data == config.data

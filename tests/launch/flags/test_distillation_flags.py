@@ -61,8 +61,8 @@ def test_a_teacher_has_its_own_rotary_frequencies(configs, tmp_path):
     stretched = transformers.LlamaConfig(**SMALL | {"rope_parameters": YARN | {"factor": 32.0}})
     for name, config in (("policy", policy), ("stretched", stretched)):
         config.save_pretrained(tmp_path / name)
-    words = [*words_of(tmp_path / "policy", Layout()), "--advantage-estimator=distillation"]
-    config = settings([*words, "--teacher-load-hf", str(tmp_path / "stretched"), str(configs[1])])
+    arguments = [*words_of(tmp_path / "policy", Layout()), "--advantage-estimator=distillation"]
+    config = settings([*arguments, "--teacher-load-hf", str(tmp_path / "stretched"), str(configs[1])])
     assert config.yarn.yarn_rotary_scaling_factor == 8
     first, second = config.teachers
     assert first.config.yarn.yarn_rotary_scaling_factor == 32
@@ -90,12 +90,12 @@ def test_a_teacher_has_its_own_rotary_frequencies(configs, tmp_path):
     ids=str,
 )
 def test_words_that_a_teacher_refuses(configs, more, parts):
-    words = with_teacher(configs, *more)
+    arguments = with_teacher(configs, *more)
     if parts:
         with refused(parts):
-            settings(words)
+            settings(arguments)
     else:
-        assert len(settings(words).unused) == 1
+        assert len(settings(arguments).unused) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_sources_that_cannot_be_compared(tmp_path, words, parts):
 
 
 def test_two_teachers_have_no_divergence(configs):
-    words = words_of(configs[0], Layout())
+    arguments = words_of(configs[0], Layout())
     with refused(f"names 2 teachers | {DISTILL.replace('=', ' ')} takes one | --advantage-estimator distillation"):
-        settings([*words, DISTILL, "--teacher-load-hf", str(configs[1]), str(configs[1])])
+        settings([*arguments, DISTILL, "--teacher-load-hf", str(configs[1]), str(configs[1])])
 
 
 @pytest.mark.parametrize(
@@ -146,33 +146,33 @@ def test_two_teachers_have_no_divergence(configs):
 def test_shapes_that_do_not_fit(configs, tmp_path, change, layout, parts):
     written = json.loads((configs[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | change))
-    words = [*words_of(configs[0], layout), f"--teacher-load-hf={tmp_path}", DISTILL]
+    arguments = [*words_of(configs[0], layout), f"--teacher-load-hf={tmp_path}", DISTILL]
     with refused(f"--teacher-load-hf {tmp_path} | {parts}"):
-        settings(words, layout.world)
+        settings(arguments, layout.world)
 
 
 def test_another_tokenizer_is_refused(configs, tmp_path):
     shutil.copytree(configs[1], tmp_path / "teacher")
     CharacterText("9876543210").save(tmp_path / "teacher")
-    words = [*words_of(configs[0], Layout()), f"--teacher-load-hf={tmp_path}/teacher", DISTILL]
+    arguments = [*words_of(configs[0], Layout()), f"--teacher-load-hf={tmp_path}/teacher", DISTILL]
     with refused(f"--teacher-load-hf {tmp_path}/teacher has another tokenizer | has the id"):
-        settings(words)
+        settings(arguments)
     CharacterText("0123456789").save(tmp_path / "teacher")
-    assert settings(words).teachers
+    assert settings(arguments).teachers
 
 
 def test_further_embedding_rows_need_a_tokenizer_without_tokens_there(configs, tmp_path):
     """Models of a series pad their embeddings differently."""
     written = json.loads((configs[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"vocab_size": 38}))
-    words = [*words_of(configs[0], Layout()), f"--teacher-load-hf={tmp_path}", DISTILL]
+    arguments = [*words_of(configs[0], Layout()), f"--teacher-load-hf={tmp_path}", DISTILL]
     with refused(f"--teacher-load-hf {tmp_path} | has 38 embedding rows and the policy 30 | without a tokenizer"):
-        settings(words)
+        settings(arguments)
     CharacterText("0123456789abcdefghijklmnopqrstuvwxyz").save(tmp_path)
     with refused(f"--teacher-load-hf {tmp_path} | has 38 embedding rows and the policy 30 | its token 'z' has the id"):
-        settings(words)
+        settings(arguments)
     CharacterText("0123456789").save(tmp_path)
-    (teacher,) = settings(words).teachers
+    (teacher,) = settings(arguments).teachers
     assert (teacher.embedding_rows, teacher.config.model.vocab_size) == (38, 30)
 
 
@@ -193,19 +193,19 @@ def recorded(tmp_path):
     def write(header, **change):
         write_scores(dataclasses.replace(scores, **change), header, tmp_path / "teacher", file_name(0, 0))
 
-    words = flags(tmp_path, DISTILL, f"--load-rollouts={tmp_path}/rollouts", f"--teacher-files={tmp_path}/teacher")
-    return [*words, "--train-iters=2", f"--global-batch-size={SEQUENCES}"], write
+    arguments = flags(tmp_path, DISTILL, f"--load-rollouts={tmp_path}/rollouts", f"--teacher-files={tmp_path}/teacher")
+    return [*arguments, "--train-iters=2", f"--global-batch-size={SEQUENCES}"], write
 
 
 def test_recorded_log_probs_have_a_temperature_and_a_vocabulary(recorded):
-    words, write = recorded
+    arguments, write = recorded
     with refused("--teacher-files | is missing"):
-        configure(words, 1)
+        configure(arguments, 1)
     write(Header(temperature=1.0, vocab_size=13))
-    assert configure(words, 1)[0].has_teacher_scores
+    assert configure(arguments, 1)[0].has_teacher_scores
     write(Header(temperature=0.5, vocab_size=13))
     with refused("--teacher-files | at temperature 0.5, --teacher-temperature is 1"):
-        configure(words, 1)
+        configure(arguments, 1)
     write(Header(temperature=1.0, vocab_size=14))
     with refused("--teacher-files | over 14 tokens, the policy has 13"):
-        configure(words, 1)
+        configure(arguments, 1)

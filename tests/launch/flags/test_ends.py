@@ -41,15 +41,15 @@ def test_the_model_of_load_hf_names_the_ends(glm, tmp_path):
 
 
 def test_a_tokenizers_directory_names_them_for_a_model_that_comes_from_elsewhere(glm, tmp_path):
-    words = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--vocab-size=64"]
-    assert list(ends_of([*words, f"--tokenizer-model={glm}"]).token_ids) == ENDS
-    assert ends_of(words).words == "end tokens: 1 <eos> (tokenizer)"
+    arguments = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", "--vocab-size=64"]
+    assert list(ends_of([*arguments, f"--tokenizer-model={glm}"]).token_ids) == ENDS
+    assert ends_of(arguments).words == "end tokens: 1 <eos> (tokenizer)"
 
 
 def test_flags_change_the_set_and_come_back_from_the_written_file(glm, tmp_path):
-    words = words_of(glm, "--rollout-stop-token-ids", "7", "8", "--rollout-no-stop-token-ids", "3")
-    words += ["--rollout-stop", "=?", "12 \n", "--rollout-skip-special-tokens"]
-    config, task = configure(words, 1)
+    arguments = words_of(glm, "--rollout-stop-token-ids", "7", "8", "--rollout-no-stop-token-ids", "3")
+    arguments += ["--rollout-stop", "=?", "12 \n", "--rollout-skip-special-tokens"]
+    config, task = configure(arguments, 1)
     assert (task.text.ends.token_ids, task.text.ends.strings) == ((0, 4, 7, 8), ("=?", "12 \n"))
     assert task.text.skip_special_tokens
     (tmp_path / "again.yaml").write_text(as_launch_file(config.flags))
@@ -73,18 +73,18 @@ REFUSED = """
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_what_cannot_work_is_one_sentence(tmp_path, row):
-    words, _, parts = row.partition(" :: ")
+    arguments, _, parts = row.partition(" :: ")
     with refused(parts):
-        configure([*flags(tmp_path), *words.split()], 1)
+        configure([*flags(tmp_path), *arguments.split()], 1)
 
 
 def chat_words(tmp_path, *more, template=THINKING, **row):
     folder = tokenizer_folder(tmp_path / "tokenizer", template=template)
     rows = [{"prompt": [{"role": "user", "content": "4 + 5"}], "label": "9", **row}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [*LLAMA, *(word for word in COMMON if not word.startswith("--task")), f"--runs-dir={tmp_path}/runs"]
-    words += ["--reward=exact", "--seq-length=512", "--max-response-length=16", f"--tokenizer-model={folder}"]
-    return [*words, f"--prompt-data={tmp_path}/a.jsonl", *more]
+    arguments = [*LLAMA, *(word for word in COMMON if not word.startswith("--task")), f"--runs-dir={tmp_path}/runs"]
+    arguments += ["--reward=exact", "--seq-length=512", "--max-response-length=16", f"--tokenizer-model={folder}"]
+    return [*arguments, f"--prompt-data={tmp_path}/a.jsonl", *more]
 
 
 def prompt_of(words):
@@ -94,39 +94,39 @@ def prompt_of(words):
 
 def test_the_template_gets_the_flags_variables_and_the_rows_tools(tmp_path):
     """From the command line, from a launch file as an entry of its own, and from the file that a run writes."""
-    words = chat_words(tmp_path, tools=[SEARCH])
+    arguments = chat_words(tmp_path, tools=[SEARCH])
     chat = ["--apply-chat-template", "--tools-key=tools"]
-    shown = prompt_of([*words, *chat])
+    shown = prompt_of([*arguments, *chat])
     assert json.loads(shown.partition("</s>")[0].removeprefix("[tools]")) == SEARCH
     assert shown.endswith("[assistant]")
-    typed = [*words, *chat, '--chat-template-kwargs={"enable_thinking": false, "style": {"name": "brief"}}']
-    wanted = f"{shown}<think></think>(brief)"
-    assert prompt_of(typed) == wanted
+    typed = [*arguments, *chat, '--chat-template-kwargs={"enable_thinking": false, "style": {"name": "brief"}}']
+    expected = f"{shown}<think></think>(brief)"
+    assert prompt_of(typed) == expected
     for text in (
         "chat-template-kwargs: {enable_thinking: false, style: {name: brief}}",
         """chat-template-kwargs: '{"enable_thinking": false, "style": {"name": "brief"}}'""",
         as_launch_file(configure(typed, 1)[0].flags),
     ):
         (tmp_path / "run.yaml").write_text(text)
-        assert prompt_of([*words, *chat, f"--config={tmp_path}/run.yaml"]) == wanted
+        assert prompt_of([*arguments, *chat, f"--config={tmp_path}/run.yaml"]) == expected
 
 
 def test_tools_that_nothing_shows_are_refused(tmp_path):
     with refused("a.jsonl, line 1 | 'tools' | --tools-key tools"):
         configure(chat_words(tmp_path, "--apply-chat-template", tools=[SEARCH]), 1)
     plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    words = chat_words(tmp_path, "--apply-chat-template", "--tools-key=tools", template=plain, tools=[SEARCH])
+    arguments = chat_words(tmp_path, "--apply-chat-template", "--tools-key=tools", template=plain, tools=[SEARCH])
     with refused("--tools-key tools | chat template | tools"):
-        configure(words, 1)
+        configure(arguments, 1)
 
 
 def test_a_launch_files_variables_are_dropped_with_its_template(tmp_path, caplog):
     """They were meant for another tokenizer; typed ones are refused."""
     (tmp_path / "run.yaml").write_text("apply-chat-template: true\nchat-template-kwargs: {enable_thinking: false}\n")
-    words = [*flags(tmp_path / "runs"), f"--config={tmp_path}/run.yaml"]
+    arguments = [*flags(tmp_path / "runs"), f"--config={tmp_path}/run.yaml"]
     with caplog.at_level(logging.WARNING):
-        config, task = configure(words, 1)
+        config, task = configure(arguments, 1)
     assert (config.task.apply_chat_template, config.task.chat_template_kwargs) == (False, None)
     assert isinstance(task.text, CharacterText)
     with refused("--chat-template-kwargs {} | CharacterTokenizer"):
-        configure([*words, "--chat-template-kwargs={}"], 1)
+        configure([*arguments, "--chat-template-kwargs={}"], 1)

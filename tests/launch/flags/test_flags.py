@@ -21,14 +21,14 @@ def check(tmp_path, *more, world_size=1, model=LLAMA, engine=True):
 
 def test_the_help_names_defaults_and_conditions():
     text = " ".join(build_parser(with_megatron=False).format_help().split()).replace("- ", "-")
-    for flag, words in (
+    for flag, arguments in (
         ("--moe-router-topk", "; needs --num-experts; default: 2 --"),
         ("--grpo-iterations", "; default: 2 --"),
         ("--rope-scaling-factor", "; needs --use-rope-scaling; default: 8.0 --"),
         ("--no-openai-gelu", "; needs layers without --swiglu --"),
         ("--rollout-model", "; needs --rollout-engine vllm-server --"),
     ):
-        assert words in text.rpartition(f" {flag} ")[2][:300]
+        assert arguments in text.rpartition(f" {flag} ")[2][:300]
     assert "default: None" not in text
 
 
@@ -55,8 +55,8 @@ SAMPLES=60 --lr-warmup-samples=5 :: schedule.lr_decay_iters=3.75 schedule.warmup
 
 @pytest.mark.parametrize("row", FOLLOWS.strip().splitlines())
 def test_what_follows_from_the_flags(tmp_path, row):
-    words, _, settings = row.partition(" :: ")
-    ranks, more = words.split(" ", 1) if words.startswith("@") else ("@1", words)
+    arguments, _, settings = row.partition(" :: ")
+    ranks, more = arguments.split(" ", 1) if arguments.startswith("@") else ("@1", arguments)
     if "RECORDS" in more:
         (tmp_path / "records").mkdir()
         save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
@@ -65,14 +65,14 @@ def test_what_follows_from_the_flags(tmp_path, row):
     if "SAMPLES" in row:
         base.remove("--train-iters=100")
     config = run_config(base, int(ranks[1:]), engine="EXPERTS" not in row)
-    wanted = dict(setting.split("=") for setting in settings.split())
-    assert {name: str(attrgetter(name)(config)) for name in wanted} == wanted
+    expected = dict(setting.split("=") for setting in settings.split())
+    assert {name: str(attrgetter(name)(config)) for name in expected} == expected
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
-    words = [f"--save={tmp_path}/save", f"--save-rollouts={tmp_path}/a/b", "--save-hf=/dev/null/x"]
+    arguments = [f"--save={tmp_path}/save", f"--save-rollouts={tmp_path}/a/b", "--save-hf=/dev/null/x"]
     with pytest.raises(ConfigurationError, match="--save-hf /dev/null/x"):
-        check(tmp_path / "runs", *words)
+        check(tmp_path / "runs", *arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -92,10 +92,10 @@ def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypa
     [("--num-experts=4 --no-cpu", "transformer_engine"), ("--reward=math-verify", r"math_verify.*\[math\]")],
 )
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, words, missing):
-    found = importlib.util.find_spec
+    results = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     absent = ("transformer_engine", "math_verify")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in absent else found(name, *a))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in absent else results(name, *a))
     named = words.split(" --no-cpu")[0].replace("=", " ")
     with pytest.raises(ConfigurationError, match=f"{named} .*{missing}"):
         check(tmp_path, *words.split(), engine="reward" in words)
@@ -142,13 +142,13 @@ IN_A_FILE = {
 def test_what_a_launch_file_says_may_do_nothing_beside_a_flag(tmp_path, text):
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    words = [*flags(tmp_path, "--train-iters=2", model=GPT2), f"--config={path}", IN_A_FILE[text]]
-    config, _ = configure(words, 1, engine=False)
+    arguments = [*flags(tmp_path, "--train-iters=2", model=GPT2), f"--config={path}", IN_A_FILE[text]]
+    config, _ = configure(arguments, 1, engine=False)
     assert len(config.unused) == 1
     assert config.unused[0].startswith(f"--{text.partition(':')[0]}")
 
 
 def test_what_is_missing_is_named(tmp_path):
-    words = [word for word in flags(tmp_path) if not word.startswith("--lr=")]
+    arguments = [word for word in flags(tmp_path) if not word.startswith("--lr=")]
     with pytest.raises(ConfigurationError, match="--lr is missing"):
-        configure(words, 1)
+        configure(arguments, 1)

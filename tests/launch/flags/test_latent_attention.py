@@ -54,5 +54,5 @@ def test_a_model_that_is_not_deepseeks_goes_to_no_engine(tmp_path, words):
 
 
 def test_latents_and_chosen_layers_are_of_no_other_family(tmp_path):
-    for words in (LATENT, f"{EXPERTS} --moe-layer-freq=2", f"{EXPERTS} --moe-router-topk-scaling-factor=2"):
-        assert find_family(run_config(flags(tmp_path, *words.split(), model=HEADS), engine=False)) is None
+    for arguments in (LATENT, f"{EXPERTS} --moe-layer-freq=2", f"{EXPERTS} --moe-router-topk-scaling-factor=2"):
+        assert find_family(run_config(flags(tmp_path, *arguments.split(), model=HEADS), engine=False)) is None

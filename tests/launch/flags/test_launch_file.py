@@ -23,8 +23,8 @@ NESTED = """rollout_correction:
 
 def correction(tmp_path, text, *more):
     (tmp_path / "a.yaml").write_text(text)
-    words = [word for word in flags(tmp_path / "runs") if not word.startswith(("--rollout-is", "--rollout-rs"))]
-    return configure([*words, f"--config={tmp_path}/a.yaml", *more], 1)[0].correction
+    arguments = [word for word in flags(tmp_path / "runs") if not word.startswith(("--rollout-is", "--rollout-rs"))]
+    return configure([*arguments, f"--config={tmp_path}/a.yaml", *more], 1)[0].correction
 
 
 def test_a_nested_correction_is_that_of_the_flat_keys(tmp_path):

@@ -27,10 +27,10 @@ def limited(soft, hard):
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             machine.raise_open_files()
-            said = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            message = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         except ConfigurationError as error:
-            said = str(error)
-        os.write(writer, said.encode())
+            message = str(error)
+        os.write(writer, message.encode())
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)

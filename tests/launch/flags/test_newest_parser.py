@@ -41,8 +41,10 @@ def is_refused(name):
 def pairs():
     """(field, Megatron-LM's action) of every field that both have a flag for; refused ones are theirs by name alone."""
     known = theirs()
-    found = {name: [known[flag] for flag in (*field.on, *field.off) if flag in known] for name, field in FIELDS.items()}
-    return {name: (FIELDS[name], actions[0]) for name, actions in found.items() if actions}
+    results = {
+        name: [known[flag] for flag in (*field.on, *field.off) if flag in known] for name, field in FIELDS.items()
+    }
+    return {name: (FIELDS[name], actions[0]) for name, actions in results.items() if actions}
 
 
 FIELDS = passed_through()

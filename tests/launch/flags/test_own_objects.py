@@ -23,21 +23,21 @@ def tables():
 
 
 def test_an_objective_is_defined_by_the_flag_that_names_it(tmp_path):
-    words = flags(tmp_path, f"--policy-loss={USER}:GOOD_ONLY")
-    words = [word for word in words if "clamp-eps" not in word]
+    arguments = flags(tmp_path, f"--policy-loss={USER}:GOOD_ONLY")
+    arguments = [word for word in arguments if "clamp-eps" not in word]
     for _ in range(2):  # the launcher reads the flags, and so do the ranks
-        assert run_config(words).loss.algorithm == "own_good_only"
+        assert run_config(arguments).loss.algorithm == "own_good_only"
     bypass = ["--bypass-mode", f"--loss-type={USER}:GOOD_ONLY"]
-    assert run_config([*words[:-1], *bypass]).correction.loss_type == "own_good_only"
+    assert run_config([*arguments[:-1], *bypass]).correction.loss_type == "own_good_only"
 
 
 def test_an_estimator_is_defined_by_the_flag_that_names_it(tmp_path):
-    words = flags(tmp_path, f"--advantage-estimator={USER}:MAXRL")
+    arguments = flags(tmp_path, f"--advantage-estimator={USER}:MAXRL")
     for _ in range(2):
-        assert run_config(words).advantages.advantage_estimator == "own_maxrl"
+        assert run_config(arguments).advantages.advantage_estimator == "own_maxrl"
     alone = ["--grpo-group-size=1", "--grpo-prompts-per-step=16"]
     with pytest.raises(ConfigurationError, match=r"--advantage-estimator own_maxrl .*--grpo-group-size 1"):
-        run_config([*words, *alone])
+        run_config([*arguments, *alone])
 
 
 def test_a_criterion_stands_in_the_list_beside_others_and_in_a_launch_file(tmp_path):

@@ -260,18 +260,18 @@ ROWS = [
 
 @pytest.mark.parametrize(("model", "front", "samples", "row"), ROWS, ids=[row for *_, row in ROWS])
 def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
-    words, _, fragments = row.partition(" :: ")
-    ranks, words = words.split(" ", 1) if words.startswith("@") else ("@1", words)
-    if "RECORDS" in front + words:
+    arguments, _, fragments = row.partition(" :: ")
+    ranks, arguments = arguments.split(" ", 1) if arguments.startswith("@") else ("@1", arguments)
+    if "RECORDS" in front + arguments:
         (tmp_path / "records").mkdir()
         save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
-    more = f"{front} {words}"
+    more = f"{front} {arguments}"
     for short, long in (SHORT | {"RECORDS": f"{tmp_path}/records"}).items():
         more = re.sub(rf"(?<![A-Z]){short}(?![A-Z])", long, more)
     base = flags(tmp_path / "runs", *more.split(), model=model)
-    if "--train-samples" in words and "--train-iters" not in words:
+    if "--train-samples" in arguments and "--train-iters" not in arguments:
         base.remove("--train-iters=100")
-    with refused(fragments or words.split()[-1].replace("=", " ", 1)):
+    with refused(fragments or arguments.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
 
 
@@ -283,15 +283,17 @@ def test_a_run_does_not_read_the_folder_of_its_own_bad_batches(tmp_path):
 
 def test_what_does_nothing_in_megatron_passes(tmp_path):
     """Such flags go into its configs, as every other field does; nor is a switch refused that is off anyway."""
-    words = "--optimizer=sgd --adam-beta1=0.8 --cross-entropy-loss-fusion --tp-comm-overlap-ag --moe-grouped-gemm "
-    words += "--qk-clip --muon-momentum=0.5 --overlap-p2p-communication --recompute-modules mlp --fp8-recipe=mxfp8 "
-    assert configure(flags(tmp_path, *f"{words} --no-critic-offload --no-async-save".split()), 1)
+    arguments = "--optimizer=sgd --adam-beta1=0.8 --cross-entropy-loss-fusion --tp-comm-overlap-ag --moe-grouped-gemm "
+    arguments += "--qk-clip --muon-momentum=0.5 --overlap-p2p-communication --recompute-modules mlp --fp8-recipe=mxfp8 "
+    assert configure(flags(tmp_path, *f"{arguments} --no-critic-offload --no-async-save".split()), 1)
 
 
 def test_memory_is_not_shared_with_an_engine_that_samples_ahead(tmp_path):
-    words = "--no-cpu --transformer-impl=local --rollout-engine=vllm --rollout-colocate --rollout-staleness=4".split()
+    arguments = (
+        "--no-cpu --transformer-impl=local --rollout-engine=vllm --rollout-colocate --rollout-staleness=4".split()
+    )
     with missing_packages_noted(), refused("--rollout-colocate | --rollout-staleness 4"):
-        configure(flags(tmp_path, *words), 1, elsewhere=True)
+        configure(flags(tmp_path, *arguments), 1, elsewhere=True)
 
 
 def test_an_engine_that_does_not_report_its_kept_tokens_is_refused(tmp_path, monkeypatch):

@@ -46,9 +46,9 @@ def test_what_the_quick_start_changes_is_a_run(tmp_path, flags):
 @pytest.mark.reasoning_gym
 def test_the_task_of_another_library_is_learnt_from(ranks, tmp_path):
     """Sampled, rewarded and trained on: its questions, its alphabet, its longest response."""
-    (words,) = (words for words in ROWS.values() if "reasoning_gym" in words)
-    words = ["--config=count_up", f"--runs-dir={tmp_path}", *words.split(), *SMALL]
-    assert ranks.run(run_training, Layout(), words) == [None]
+    (arguments,) = (arguments for arguments in ROWS.values() if "reasoning_gym" in arguments)
+    arguments = ["--config=count_up", f"--runs-dir={tmp_path}", *arguments.split(), *SMALL]
+    assert ranks.run(run_training, Layout(), arguments) == [None]
     (row,) = rows(tmp_path)
     assert 0 < row["rollout/response_length"] <= 32
     assert row["rollout/tokens"] > 8

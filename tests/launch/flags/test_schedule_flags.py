@@ -11,19 +11,19 @@ WSD = "--lr-decay-style=WSD --lr-wsd-decay-iters=4 --lr-wsd-decay-style=linear -
 def rates(words, steps):
     """The learning rate and the weight decay of each step."""
     trainer = make_trainer(words)
-    found = []
+    results = []
     for _ in range(steps):
         group = max(trainer.optimizer.param_groups, key=lambda group: group["weight_decay"])
-        found.append((group["lr"], group["weight_decay"]))
+        results.append((group["lr"], group["weight_decay"]))
         trainer.scheduler.step(increment=1)
-    return found
+    return results
 
 
 def test_megatron_follows_them(ranks, tmp_path):
     more = f"{WSD} --lr-warmup-fraction=0.25 --lr-warmup-init=0.01 --weight-decay-incr-style=linear "
     more += "--start-weight-decay=0 --end-weight-decay=0.1"
-    (found,) = ranks.run(rates, Layout(), flags(tmp_path, *more.split()), 10)
-    assert [rate for rate, _ in found] == pytest.approx(
+    (results,) = ranks.run(rates, Layout(), flags(tmp_path, *more.split()), 10)
+    assert [rate for rate, _ in results] == pytest.approx(
         [0.01, 0.014, 0.018, 0.02, 0.02, 0.02, 0.02, 0.015, 0.01, 0.005]
     )
-    assert [decay for _, decay in found] == pytest.approx([step / 100 for step in range(10)])
+    assert [decay for _, decay in results] == pytest.approx([step / 100 for step in range(10)])

@@ -59,8 +59,8 @@ def dry_run(capsys, *words):
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_launch_file_of_a_real_model_needs_its_weights(tmp_path, prompts, capsys, name):
     """With prompts that characters could not even express, and without."""
-    for words in (prompts, []):
-        code, output, errors = dry_run(capsys, f"--config={name}", *words)
+    for arguments in (prompts, []):
+        code, output, errors = dry_run(capsys, f"--config={name}", *arguments)
         assert (code, output) == (2, "")
         assert all(flag in errors for flag in ("--load-hf", "--load ", "--tokenizer-model", "--from-scratch"))
         assert errors.count("\n") == 1
@@ -72,8 +72,8 @@ def test_the_toys_say_it_themselves_for_other_prompts_too(tmp_path, prompts, pat
     if "eval-interval" in path.read_text(encoding="utf-8"):
         prompts = [*prompts, f"--eval-data={tmp_path}/train.jsonl", "--eval-problems=4"]
     more = ["--cpu", "--max-turns=1", "--seq-length=160", "--micro-batch-size=8", f"--runs-dir={tmp_path}/runs"]
-    for words in ([], prompts, [DOUBLES, "--max-response-length=4"]):
-        config, task = configure([f"--config={path}", *words, *more], 4)
+    for arguments in ([], prompts, [DOUBLES, "--max-response-length=4"]):
+        config, task = configure([f"--config={path}", *arguments, *more], 4)
         assert config.checkpoints.from_scratch
         assert isinstance(task.text, CharacterText)
 
@@ -83,12 +83,12 @@ def test_the_toys_model_on_the_toys_task_needs_no_flag(tmp_path, prompts):
     text = (CONFIGS / "launch" / "count_up.yaml").read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("from-scratch: true\n", "").replace("task: count_up\n", ""))
-    words = [f"--config={path}", "--cpu", f"--runs-dir={tmp_path}/runs"]
-    config, _ = configure([*words, "--lr=1e-3", "--task=count_up"], 4)
+    arguments = [f"--config={path}", "--cpu", f"--runs-dir={tmp_path}/runs"]
+    config, _ = configure([*arguments, "--lr=1e-3", "--task=count_up"], 4)
     assert not config.checkpoints.from_scratch
     for more in (["--ffn-hidden-size=64"], ["--model=hybrid"], [DOUBLES], prompts):
         with refused("--load-hf | --load | --tokenizer-model | --from-scratch"):
-            configure([*words, *more], 4)
+            configure([*arguments, *more], 4)
 
 
 def test_without_flags_a_required_one_is_named_as_before():
@@ -97,35 +97,35 @@ def test_without_flags_a_required_one_is_named_as_before():
 
 
 def test_a_tokenizer_alone_is_no_model(tmp_path, tokenizer):
-    words = [f"--tokenizer-model={tokenizer}"]
+    arguments = [f"--tokenizer-model={tokenizer}"]
     with refused(f"--tokenizer-model {tokenizer} | weights | --load-hf DIR | --load DIR | --from-scratch"):
-        check(tmp_path, *words)
-    _, task = check(tmp_path, *words, "--from-scratch")
+        check(tmp_path, *arguments)
+    _, task = check(tmp_path, *arguments, "--from-scratch")
     assert isinstance(task.text, HuggingFaceText)
 
 
 def test_a_checkpoint_has_weights_but_no_tokenizer(tmp_path, prompts, checkpoint, tokenizer):
-    words = [*prompts, f"--load={checkpoint}"]
+    arguments = [*prompts, f"--load={checkpoint}"]
     with refused(f"--load {checkpoint} | --tokenizer-model DIR | --from-scratch"):
-        check(tmp_path, *words)
+        check(tmp_path, *arguments)
     # A run from scratch goes on with the characters that it began with.
     with refused("'é' | --tokenizer-model"):
-        check(tmp_path, *words, "--from-scratch")
+        check(tmp_path, *arguments, "--from-scratch")
     with refused("'é' | --tokenizer-model"):
-        check(tmp_path, *words, "--tokenizer-type=CharacterTokenizer")
-    _, task = check(tmp_path, *words, "--seq-length=64", f"--tokenizer-model={tokenizer}")
+        check(tmp_path, *arguments, "--tokenizer-type=CharacterTokenizer")
+    _, task = check(tmp_path, *arguments, "--seq-length=64", f"--tokenizer-model={tokenizer}")
     assert isinstance(task.text, HuggingFaceText)
 
 
 def test_an_empty_folder_of_checkpoints_is_no_model(tmp_path, tokenizer):
     """``--load`` may be an empty ``--save``, for a run that a signal ends and that is started again."""
     folder = tmp_path / "new"
-    words = [f"--tokenizer-model={tokenizer}", f"--save={folder}", f"--load={tmp_path}/./new"]
+    arguments = [f"--tokenizer-model={tokenizer}", f"--save={folder}", f"--load={tmp_path}/./new"]
     for make in (lambda: None, folder.mkdir):
         make()
         with refused(f"--load {tmp_path}/./new | no checkpoint | --load-hf | --from-scratch"):
-            check(tmp_path, *words)
-        check(tmp_path, *words, "--from-scratch")
+            check(tmp_path, *arguments)
+        check(tmp_path, *arguments, "--from-scratch")
 
 
 def test_weights_of_a_directory_are_not_random(tmp_path, tokenizer):
@@ -134,15 +134,22 @@ def test_weights_of_a_directory_are_not_random(tmp_path, tokenizer):
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
     )
     transformers.AutoModelForCausalLM.from_config(model).save_pretrained(tokenizer)
-    words = ["--seq-length=64", "--task=count_up", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
-    words.append(f"--runs-dir={tmp_path}/runs")
+    arguments = [
+        "--seq-length=64",
+        "--task=count_up",
+        "--train-iters=1",
+        "--global-batch-size=64",
+        "--lr=1e-3",
+        "--cpu",
+    ]
+    arguments.append(f"--runs-dir={tmp_path}/runs")
     load = f"--load-hf={tokenizer}"
     with refused(f"--from-scratch | --load-hf {tokenizer} | drop one of them"):
-        configure([*words, load, "--from-scratch"], 1)
+        configure([*arguments, load, "--from-scratch"], 1)
     (tmp_path / "scratch.yaml").write_text("from-scratch: true\n")
     (tmp_path / "both.yaml").write_text(f"from-scratch: true\nload-hf: {tokenizer}\n")
-    config, task = configure([*words, load, f"--config={tmp_path}/scratch.yaml"], 1)
+    config, task = configure([*arguments, load, f"--config={tmp_path}/scratch.yaml"], 1)
     assert (config.checkpoints.from_scratch, config.checkpoints.load_hf) == (False, str(tokenizer))
     assert isinstance(task.text, HuggingFaceText)
     with refused("--from-scratch | --load-hf"):
-        configure([*words, f"--config={tmp_path}/both.yaml"], 1)
+        configure([*arguments, f"--config={tmp_path}/both.yaml"], 1)

@@ -37,10 +37,20 @@ def have(monkeypatch, cores):
 
 
 def test_torchruns_own_flags_reach_it_in_either_spelling(tmp_path):
-    words = ["--nnodes=1:4", *MEETING.split(), "--rdzv-id", "7", "--log-dir", "logs", "--tee=3", "--role", "trainer"]
+    arguments = [
+        "--nnodes=1:4",
+        *MEETING.split(),
+        "--rdzv-id",
+        "7",
+        "--log-dir",
+        "logs",
+        "--tee=3",
+        "--role",
+        "trainer",
+    ]
     safe = [f"--save={tmp_path}/s", f"--load={tmp_path}/./s/", "--save-interval=2", "--max-restarts=3"]
-    found = handed_on(tmp_path, *words, *safe, "--nproc_per_node=1")
-    assert found == [
+    results = handed_on(tmp_path, *arguments, *safe, "--nproc_per_node=1")
+    assert results == [
         *("--nproc-per-node", "1", "--max-restarts", "3", "--nnodes", "1:4", *MEETING.split()),
         *("--rdzv-id=7", "--log-dir=logs", "--tee=3", "--role=trainer"),
     ]
@@ -57,10 +67,10 @@ def test_the_command_of_the_documents_is_handed_on(tmp_path, monkeypatch):
     have(monkeypatch, cores=1)
     text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"```bash\n.*launch (--nnodes .*?)```", text, re.DOTALL)
-    words = command.replace("\\\n", " ").replace("DIR", str(tmp_path)).split()
-    found = handed_on(tmp_path, *words[: words.index("--config")])
-    assert found[2:6] == ["--max-restarts", "3", "--nnodes", "1:4"]
-    assert found[6:] == [*"--rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=7 --log-dir=logs --tee=3".split()]
+    arguments = command.replace("\\\n", " ").replace("DIR", str(tmp_path)).split()
+    results = handed_on(tmp_path, *arguments[: arguments.index("--config")])
+    assert results[2:6] == ["--max-restarts", "3", "--nnodes", "1:4"]
+    assert results[6:] == [*"--rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=7 --log-dir=logs --tee=3".split()]
     assert handed_on(tmp_path, *"--nnodes 4 --node-rank 2 --master-addr HOST --master-port 7".split())[2:] == [
         *"--nnodes 4 --node-rank=2 --master-addr=HOST --master-port=7".split()
     ]
@@ -73,11 +83,11 @@ def test_a_process_for_each_device(tmp_path, monkeypatch):
 
 
 def test_the_fewest_and_the_most_machines_are_checked(tmp_path):
-    words = ["--nnodes=1:3", *MEETING.split(), f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2"]
+    arguments = ["--nnodes=1:3", *MEETING.split(), f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2"]
     with pytest.raises(ConfigurationError, match=r"--grpo-prompts-per-step 4 .*3 data-parallel"):
-        handed_on(tmp_path, *words)
+        handed_on(tmp_path, *arguments)
     with pytest.raises(ConfigurationError, match="2 processes, got 1"):
-        handed_on(tmp_path, *words, "--tensor-model-parallel-size=2")
+        handed_on(tmp_path, *arguments, "--tensor-model-parallel-size=2")
 
 
 SAFE = "--save DIR | --load DIR | --save-interval"
@@ -110,15 +120,15 @@ REFUSED = f"""
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, monkeypatch, row):
     monkeypatch.chdir(tmp_path)
-    words, _, parts = row.partition(" :: ")
-    with refused(parts or words.replace("=", " ")):
-        torchrun_arguments([*words.split(), *flags(tmp_path)])
+    arguments, _, parts = row.partition(" :: ")
+    with refused(parts or arguments.replace("=", " ")):
+        torchrun_arguments([*arguments.split(), *flags(tmp_path)])
 
 
 def test_ranks_that_are_started_again_do_not_go_back_to_an_older_checkpoint(tmp_path):
     (tmp_path / "s" / "iter_0000002").mkdir(parents=True)
-    words = flags(tmp_path, f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2", "--ckpt-step=2")
-    torchrun_arguments(words)
+    arguments = flags(tmp_path, f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2", "--ckpt-step=2")
+    torchrun_arguments(arguments)
     for asked in ("--max-restarts 2", f"--nnodes 1:2 {MEETING}"):
         with refused(f"--ckpt-step 2 | {' '.join(asked.split()[:2])}"):
-            torchrun_arguments([*asked.split(), *words])
+            torchrun_arguments([*asked.split(), *arguments])

@@ -90,10 +90,10 @@ def test_what_takes_too_long_costs_its_sample_alone():
     pool = RewardPool(source("misbehave"), 2, 0.6)
     seconds = "1234.5"
     long = ["sleep 100", "regex", f"start {seconds}"]
-    found = pool.score([request(text) for text in ("fine", *long, "fine")])
+    results = pool.score([request(text) for text in ("fine", *long, "fine")])
     pool.close()
-    assert (found[0].reward, found[-1].reward) == (1.0, 1.0)
-    for outcome in found[1:-1]:
+    assert (results[0].reward, results[-1].reward) == (1.0, 1.0)
+    for outcome in results[1:-1]:
         assert outcome.failure == "took longer than --reward-timeout 0.6 s"
         assert outcome.reward != outcome.reward, "NaN"
         assert "in misbehave" in outcome.traceback
@@ -241,6 +241,6 @@ RULES = [
 @pytest.mark.parametrize(("rule", "responses", "outcomes"), RULES, ids=["parts", "bare", "task", "library"])
 def test_rules_of_every_kind_score_in_a_worker(rule, responses, outcomes):
     pool = RewardPool(rule, 1, SECONDS)
-    found = pool.score([request(text, record=ENTRY) for text in responses])
+    results = pool.score([request(text, record=ENTRY) for text in responses])
     pool.close()
-    assert [(one.reward, one.components) for one in found] == outcomes
+    assert [(one.reward, one.components) for one in results] == outcomes

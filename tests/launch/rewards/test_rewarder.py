@@ -44,8 +44,8 @@ def test_an_error_has_its_reward_and_its_line(tmp_path, caplog):
     assert first.items() >= known.items()
     assert first["label"] == "{('a', 1): <class 'float'>}", "words where it is no JSON"
     assert (second["step"], second["held_out"]) == (6, True)
-    (said,) = caplog.messages
-    assert said.startswith(f"--reward exact raised {first['traceback']}, on response '3': it gets -0.5")
+    (message,) = caplog.messages
+    assert message.startswith(f"--reward exact raised {first['traceback']}, on response '3': it gets -0.5")
 
 
 def test_the_first_error_ends_it_where_that_is_asked_for(tmp_path):
@@ -91,8 +91,8 @@ def test_the_punishment_is_that_of_dapo(tmp_path):
     config = run_config(flags(tmp_path, "--overlong=penalise", "--overlong-buffer=4", "--overlong-penalty-factor=2"))
     outcomes = [Outcome(1.0, {"right": 1.0}), *[Outcome(0.5)] * 4, Outcome(failure="raised")]
     rewards = Rewards([1.0, 0.5, 0.5, 0.5, 0.5, 0.0], outcomes)
-    found = penalised(rewards, [1, 6, 7, 9, 10, 8], config)
-    assert found.values == [1.0, 0.5, 0.0, -1.0, -1.5, -1.0]
-    assert found.sums() == {"right": (1.0, 1), "overlong_penalty": (5.0, 6)}
-    assert found.errors == 1
+    results = penalised(rewards, [1, 6, 7, 9, 10, 8], config)
+    assert results.values == [1.0, 0.5, 0.0, -1.0, -1.5, -1.0]
+    assert results.sums() == {"right": (1.0, 1), "overlong_penalty": (5.0, 6)}
+    assert results.errors == 1
     assert penalised(rewards, [10] * 6, run_config(flags(tmp_path))) is rewards

@@ -28,19 +28,19 @@ class Engine:
     def sample(self, prompts, params, max_new_tokens, seed):
         self.asked.append(([list(prompt) for prompt in prompts], params.top_k, seed))
         chance = random.Random(f"{seed}")
-        found = []
+        results = []
         for place, prompt in enumerate(prompts):
             right = [token for token in range(prompt[-1] + 1, 10)]
             length = 0 if prompt[0] % 2 == 0 else (place + chance.randrange(3)) % (len(right) + 1)
             tokens = (right[:length] if params.top_k != 1 else right) or [prompt[-1]]
-            found.append(Sample(tokens, [-1.0] * len(tokens), "length"))
-        self.answers.append(found)
-        return found
+            results.append(Sample(tokens, [-1.0] * len(tokens), "length"))
+        self.answers.append(results)
+        return results
 
 
 def sampler(tmp_path, *more):
-    words = flags(tmp_path, "--run-name=run", "--grpo-iterations=1", "--vocab-size=13", *more)
-    config, task = configure(words, 1)
+    arguments = flags(tmp_path, "--run-name=run", "--grpo-iterations=1", "--vocab-size=13", *more)
+    config, task = configure(arguments, 1)
     return RolloutSampler(config, task, Engine(), 0)
 
 
@@ -112,23 +112,23 @@ def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_pa
     assert torch.equal(sampled.batch.tokens, plain.batch.tokens)
     assert [list(row[:2]) for row in sampled.batch.tokens[::GROUP].tolist()] == [prompt[:2] for prompt in prompts]
     text = made.task.text
-    wanted = []
+    expected = []
     for prompt, one in zip(prompts, made.engine.answers[-1], strict=True):
         shown = text.decode(prompt)
         answer = "0123456789"[int(shown[-1]) + 1 :]
         response = text.response_text(one.token_ids)
-        wanted.append(made.task.reward(prompt=shown, response=response, label=answer, record={}))
-    assert sampled.baselines[::GROUP].tolist() == pytest.approx(wanted)
-    assert max(wanted) > 0
+        expected.append(made.task.reward(prompt=shown, response=response, label=answer, record={}))
+    assert sampled.baselines[::GROUP].tolist() == pytest.approx(expected)
+    assert max(expected) > 0
     assert torch.equal(sampled.baselines, sampled.baselines[::GROUP].repeat_interleave(GROUP))
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, dp=2)], ids=str)
 def test_a_run_with_both(ranks, tmp_path, layout):
     """Baselines reach the last stage of each replica, and what was replaced is counted over all."""
-    words = [*LIVE, "--advantage-estimator=remax", "--dynamic-sampling=1", "--train-iters=2", "--grpo-kl-beta=0"]
-    words += ["--micro-batch-size=4", *layout.flags(), "--no-skip-steps-without-signal"]
-    assert ranks.run(run_training, layout, flags(tmp_path, *words)) == [None] * layout.world
+    arguments = [*LIVE, "--advantage-estimator=remax", "--dynamic-sampling=1", "--train-iters=2", "--grpo-kl-beta=0"]
+    arguments += ["--micro-batch-size=4", *layout.flags(), "--no-skip-steps-without-signal"]
+    assert ranks.run(run_training, layout, flags(tmp_path, *arguments)) == [None] * layout.world
     for row in rows(tmp_path):
         assert 0 <= row["reward/greedy"] <= 1
         assert row["selection/replaced"] == GROUP * row["rollout/replaced_prompts"]

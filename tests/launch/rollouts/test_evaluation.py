@@ -74,16 +74,16 @@ def test_an_evaluation_is_the_mean_over_problems_of_all_replicas():
 def test_each_named_file_has_metrics_of_its_own():
     """The pooled ones are over all problems, not over files."""
     of_files = {"aime": [graded(1, 0), graded(0, 0)], "math.500": [graded(1, 1)], "unscored": [graded(0.5, 0.5)]}
-    problems = [replace(one, data=name) for name, found in of_files.items() for one in found]
+    problems = [replace(one, data=name) for name, results in of_files.items() for one in results]
     names = list(of_files)
     shares = [sums_by_name(part, 2, names) for part in (problems[:1], problems[1:], [])]
-    found = metrics_of(sum(shares), 2, names)
+    results = metrics_of(sum(shares), 2, names)
     for name, own in {"": problems, **of_files}.items():
         alone = metrics_of(sums_by_name(own, 2, []), 2)
         begin = f"eval/{name}/" if name else "eval/"
         for metric, value in alone.items():
-            assert found.pop(begin + metric.removeprefix("eval/")) == pytest.approx(value), (name, metric)
-    assert not found
+            assert results.pop(begin + metric.removeprefix("eval/")) == pytest.approx(value), (name, metric)
+    assert not results
     assert right_by_name(
         {"eval/aime/exact_match": 1, "eval/exact_match": 2, "eval/a/pass@1": 3, "x/exact_match": 4}
     ) == {"aime": 1}
@@ -118,14 +118,14 @@ def test_a_few_answers_are_written_down(tmp_path):
     write([graded(1.0)], config_of(tmp_path, "--eval-answers=0"), 6)
     assert not list(tmp_path.rglob("eval")), "or none"
     config = config_of(tmp_path, "--eval-answers=3")
-    said = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
-    problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said))]
+    message = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
+    problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=message))]
     problems += [replace(graded(1.0, problem=Problem("a", {(1, 2): "b"})), data="aime"), graded(1.0, 1.0)]
     write(problems, config, 6)
     first, second, third = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     scored = {"components": {"format": 0.5}, "error": None}
     assert first == {"prompt": "4 + 5 = ", "response": "answer 0", "label": 9, "reward": 1.0, **scored}
-    assert second["prompt"] == list(said)
+    assert second["prompt"] == list(message)
     assert (second["label"], second["reward"]) == ({"value": 3}, 0.0)
     assert third["label"] == "{(1, 2): 'b'}", "in words where it is no JSON"
     assert third["data"] == "aime", "of several files"

@@ -185,17 +185,17 @@ CASES = {
 @pytest.mark.parametrize(("layout", "more", "step", "missing"), CASES.values(), ids=CASES)
 def test_a_resumed_run_asks_for_what_is_missing(ranks, tmp_path, layout, more, step, missing):
     """The even responses of the batches ahead come from the checkpoint, as they were."""
-    words = partial(tmp_path, *layout.flags(), "--train-iters=9", *more, servers=layout.dp)
-    words += [f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-rollouts={tmp_path}/rollouts"]
-    words.append(f"--max-response-length={LENGTH}")
+    arguments = partial(tmp_path, *layout.flags(), "--train-iters=9", *more, servers=layout.dp)
+    arguments += [f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-rollouts={tmp_path}/rollouts"]
+    arguments.append(f"--max-response-length={LENGTH}")
     passes = 2 if more == TWO else 1
-    for error, _ in ranks.run(run_half, layout, words, functools.partial(stop_after, step), passes):
+    for error, _ in ranks.run(run_half, layout, arguments, functools.partial(stop_after, step), passes):
         assert error is None
     assert [row["step"] for row in rows(tmp_path)] == [*range(1, step + 1)]
     files = sorted((tmp_path / "save" / f"iter_{step:07d}").glob("rollouts-*"))
     kept = [(*map(int, path.name.split("-")[1:3]), load_rollouts(path)) for path in files]
     assert [(replica, number) for replica, number, _ in kept] == [*itertools.product(range(layout.dp), missing)]
-    for error, engines in ranks.run(run_half, layout, words, go_on, passes):
+    for error, engines in ranks.run(run_half, layout, arguments, go_on, passes):
         assert error is None
         for asked in engines:
             assert {number: asked[number] for number in missing} == missing

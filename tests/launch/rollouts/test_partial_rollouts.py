@@ -55,8 +55,8 @@ class OpenEngine(CountingEngine):
 
 def test_weights_change_within_responses(ranks, tmp_path):
     """Each batch but the first was begun by the weights before, and is ended by the newest ones."""
-    words = partial(tmp_path, "--train-iters=4", f"--save-rollouts={tmp_path}/rollouts")
-    ((error, calls, threads, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
+    arguments = partial(tmp_path, "--train-iters=4", f"--save-rollouts={tmp_path}/rollouts")
+    ((error, calls, threads, left),) = ranks.run(run_with, Layout(), arguments, OpenEngine)
     assert (error, left) == (None, [])
     assert calls == [[0, 0, 1, 2]]
     assert threads == [{"rollouts"}]
@@ -80,8 +80,8 @@ def single(ranks, tmp_path_factory):
     start = [f"--load={folder}/start", "--finetune", "--optimizer=sgd", "--lr=0.05", "--train-iters=3"]
 
     def run(layout, run_folder, *more):
-        words = partial(run_folder, *layout.flags(), *start, *more, servers=layout.dp)
-        assert [error for error, *_ in ranks.run(run_with, layout, words, EvenEngine)] == [None] * layout.world
+        arguments = partial(run_folder, *layout.flags(), *start, *more, servers=layout.dp)
+        assert [error for error, *_ in ranks.run(run_with, layout, arguments, EvenEngine)] == [None] * layout.world
         return without_times(run_folder)
 
     return run, {name: run(Layout(), folder / name, *more) for name, more in USERS.items()}
@@ -113,8 +113,8 @@ class EvenEngine(OpenEngine):
 
 
 def test_evaluations_are_made_while_responses_are_under_way(ranks, tmp_path):
-    words = partial(tmp_path, *HELD_OUT, "--train-iters=4", "--rollout-staleness=2")
-    words += ["--eval-problems=4", "--eval-interval=1"]
-    ((error, _, _, left),) = ranks.run(run_with, Layout(), words, OpenEngine)
+    arguments = partial(tmp_path, *HELD_OUT, "--train-iters=4", "--rollout-staleness=2")
+    arguments += ["--eval-problems=4", "--eval-interval=1"]
+    ((error, _, _, left),) = ranks.run(run_with, Layout(), arguments, OpenEngine)
     assert (error, left) == (None, [])
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 1, 2, 3, 4]

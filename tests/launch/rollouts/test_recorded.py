@@ -36,8 +36,8 @@ def test_steps_that_a_replica_did_not_write_are_skipped(tmp_path, caplog):
     assert list(find_rollouts(tmp_path)) == [0, 3]
     rows, length = batch.tokens.shape
     recorded = RecordedRollouts(tmp_path, length, 2 * rows, 2 * rows)
-    (said,) = caplog.messages
-    assert said.startswith(f"--load-rollouts {tmp_path}: skipped steps 1, 2, ")
+    (message,) = caplog.messages
+    assert message.startswith(f"--load-rollouts {tmp_path}: skipped steps 1, 2, ")
     assert [float(recorded.read(index, 0, 1).rewards[0]) for index in range(2)] == [0, 3]
     written(tmp_path, (2, 1), (1, 0))
     assert list(find_rollouts(tmp_path)) == [0, 1, 2, 3]

@@ -76,12 +76,14 @@ def test_every_rank_has_the_experts_of_its_tokens_and_layers(ranks, tmp_path, la
     whole = table()
     recorded = whole if of_all_layers else whole[:, :, LAYERS_WITH_EXPERTS]
     record(tmp_path / "rollouts", replace(batch, routed_experts=recorded.short()))
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *layout.flags(), *MODEL, *more)
+    arguments = flags(
+        tmp_path, f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *layout.flags(), *MODEL, *more
+    )
     stages = {1: [LAYERS_WITH_EXPERTS], 2: [[1], [3]]}[layout.pp]
     if layout.vpp:
         stages = [[], LAYERS_WITH_EXPERTS]  # the second stage has the second and the fourth layer
     last = (batch.response_mask * torch.arange(LENGTH)).amax(dim=1)
-    replayed = ranks.run(collected, layout, [*words, *REPLAY])
+    replayed = ranks.run(collected, layout, [*arguments, *REPLAY])
     for rank, (experts, sequence, positions, is_real, warnings) in enumerate(replayed):
         layers = stages[rank * layout.pp // layout.world]
         assert experts.dtype == torch.int16
@@ -92,7 +94,7 @@ def test_every_rank_has_the_experts_of_its_tokens_and_layers(ranks, tmp_path, la
         assert (experts[~is_needed] == NOT_NEEDED).all()
         assert warnings == []
     # Without replay they stay on the first rank, which says so once.
-    without_replay = ranks.run(collected, layout, words)
+    without_replay = ranks.run(collected, layout, arguments)
     assert {experts for experts, *_ in without_replay} == {None}
     warnings_of_first_ranks = [warnings for *_, warnings in without_replay if warnings]
     assert len(warnings_of_first_ranks) == layout.dp
@@ -157,7 +159,7 @@ def test_nothing_is_judged_that_no_sampled_token_depends_on(config, dtype, of_al
 
 def test_records_without_experts_end_the_rank_that_reads_them(ranks, tmp_path):
     record(tmp_path / "rollouts", recorded_batch(0))
-    words = [f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL, *REPLAY]
-    words.append("--num-experts=4")  # a model is built here, with all of them
+    arguments = [f"--load-rollouts={tmp_path}/rollouts", "--train-iters=4", *Layout(pp=2).flags(), *MODEL, *REPLAY]
+    arguments.append("--num-experts=4")  # a model is built here, with all of them
     with pytest.raises(RankFailure, match=r"rank 0 of 2:[^$]*step 0 failed: .*--moe-enable-routing-replay"):
-        ranks.run(run_training, Layout(pp=2), flags(tmp_path, *words))
+        ranks.run(run_training, Layout(pp=2), flags(tmp_path, *arguments))

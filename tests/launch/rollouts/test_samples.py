@@ -61,18 +61,18 @@ def ask(samples):
 
 @pytest.mark.parametrize("kind", BAD | LOG_PROBS)
 def test_a_bad_response_ends_the_run_or_is_dropped(tmp_path, kind):
-    bad, words = (BAD | LOG_PROBS)[kind]
+    bad, arguments = (BAD | LOG_PROBS)[kind]
     if kind in BAD:
         with pytest.raises(EngineError) as error:
             ask(good_samples(tmp_path, Engine([GOOD, bad, GOOD])))
-        assert words in str(error.value)
+        assert arguments in str(error.value)
         assert kind == "server" or str(error.value).startswith("--rollout-engine transformers, prompt 1: ")
         assert not (tmp_path / "run" / "bad").exists()
     samples = good_samples(tmp_path, engine := Engine([GOOD, bad, GOOD]), "--bad-samples=drop")
     assert ask(samples) == [GOOD, Sample([], [], "abort", bad_lengths=(len(bad.token_ids),)), GOOD]
     assert (samples.bad, len(engine.asked)) == (1, 1)
     line = json.loads((tmp_path / "run" / "bad" / "samples.jsonl").read_text())
-    assert words in line["error"]
+    assert arguments in line["error"]
     assert (line["replica"], line["index"], line["try"], line["weights"], line["prompt"]) == (1, 1, 1, 7, [2])
     assert line["tokens"] == bad.token_ids
     assert len(line["log_probs"]) == len(bad.log_probs)
@@ -143,12 +143,12 @@ def train_with_bad_samples(words, share, bad, replicas=(1,)):
 
 def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
     layout = Layout(dp=2, tp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", f"--save-rollouts={tmp_path}/records")
-    words += ["--rl-use-sequence-packing"]
+    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", f"--save-rollouts={tmp_path}/records")
+    arguments += ["--rl-use-sequence-packing"]
     bad = BAD["id"][0]
     with pytest.raises(RankFailure, match="step 0 failed: EngineError: --rollout-engine transformers, prompt 0: "):
-        ranks.run(train_with_bad_samples, layout, words, 0.5, bad)
-    assert ranks.run(train_with_bad_samples, layout, [*words, "--bad-samples=drop"], 0.5, bad) == [None] * 4
+        ranks.run(train_with_bad_samples, layout, arguments, 0.5, bad)
+    assert ranks.run(train_with_bad_samples, layout, [*arguments, "--bad-samples=drop"], 0.5, bad) == [None] * 4
     first, second = rows(tmp_path)
     assert (first["rollout/bad_samples"], first["rollout/dropped_samples"]) == (4, 4)
     assert second["skipped_steps"] == 0
@@ -161,8 +161,8 @@ def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
     assert first["rollout/response_length"] == sum(int(batch.response_mask.sum()) for batch in batches) / len(kept)
     ends = [first[f"selection/{name}"] for name in ("started", "finished", "bad", "trained", "skipped")]
     assert ends in ([16, 12, 4, 12, 0], [16, 12, 4, 0, 12])
-    words += ["--bad-samples=resample", "--grpo-iterations=2"]
-    assert ranks.run(train_with_bad_samples, layout, words, 1.0, bad) == [None] * 4, "half of the batch is enough"
+    arguments += ["--bad-samples=resample", "--grpo-iterations=2"]
+    assert ranks.run(train_with_bad_samples, layout, arguments, 1.0, bad) == [None] * 4, "half of the batch is enough"
     # Retries are started responses too: here all of one replica are bad.
     first, second = rows(tmp_path)
     assert "selection/started" not in first, "the numbers come with the last step on the batch"
@@ -172,8 +172,8 @@ def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
 
 def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
     layout = Layout(dp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", "--bad-samples=drop")
-    errors = ranks.run(train_with_bad_samples, layout, words, 1.0, BAD["negative"][0], (0, 1))
+    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", "--bad-samples=drop")
+    errors = ranks.run(train_with_bad_samples, layout, arguments, 1.0, BAD["negative"][0], (0, 1))
     (error,) = set(errors)
     assert error.startswith("RunError: the rollout of step 0 failed: 16 of its 16 responses ")
     assert f" {tmp_path}/run/bad: " in error
@@ -182,11 +182,11 @@ def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
 @pytest.mark.parametrize("policy", ["reject_token", "reject_sequence"])
 def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     layout = Layout(dp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--bad-log-probs={policy}")
+    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--bad-log-probs={policy}")
     # The other log-probs of these responses are made up.
-    words.insert(0, "--rollout-check-tolerance=10")
+    arguments.insert(0, "--rollout-check-tolerance=10")
     save = f"--save-rollouts={tmp_path}/records"
-    assert ranks.run(train_with_bad_samples, layout, [*words, save], 0.5, LOG_PROBS["nan"][0]) == [None] * 2
+    assert ranks.run(train_with_bad_samples, layout, [*arguments, save], 0.5, LOG_PROBS["nan"][0]) == [None] * 2
     (row,) = rows(tmp_path)
     assert row["rollout_corr/bad_log_probs"] == 4
     assert math.isfinite(row["grad_norm"])
@@ -194,8 +194,8 @@ def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     # Recorded ones too.
     load = f"--load-rollouts={tmp_path}/records"
     with pytest.raises(RankFailure, match="the rollout log-prob of sample 8, token 3 is nan: "):
-        ranks.run(run_training, layout, [*words[:-1], load])
-    assert ranks.run(run_training, layout, [*words, load]) == [None] * 2
+        ranks.run(run_training, layout, [*arguments[:-1], load])
+    assert ranks.run(run_training, layout, [*arguments, load]) == [None] * 2
     (again,) = rows(tmp_path)
     assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]
 

@@ -20,8 +20,8 @@ SECONDS = 30  # nothing here waits for a time-out unless it is broken
 
 def scheduler(folder, sample, *, is_elsewhere, ahead=2):
     """A scheduler of a run that samples this number of batches ahead."""
-    words = flags(folder, *LIVE, f"--rollout-staleness={ahead}", "--train-iters=9")
-    return RolloutScheduler(run_config(words), sample, is_elsewhere=is_elsewhere)
+    arguments = flags(folder, *LIVE, f"--rollout-staleness={ahead}", "--train-iters=9")
+    return RolloutScheduler(run_config(arguments), sample, is_elsewhere=is_elsewhere)
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
@@ -172,8 +172,8 @@ VERSIONS = [
 
 @pytest.mark.parametrize(("more", "versions", "ages"), VERSIONS, ids=["ahead", "fresh"])
 def test_versions_reach_the_metrics(ranks, tmp_path, more, versions, ages):
-    words = flags(tmp_path, *LIVE, *more)
-    ((error, calls, threads, left),) = ranks.run(run_with, Layout(), words, CountingEngine)
+    arguments = flags(tmp_path, *LIVE, *more)
+    ((error, calls, threads, left),) = ranks.run(run_with, Layout(), arguments, CountingEngine)
     assert (error, left) == (None, [])
     assert calls == [versions]
     assert threads[0] == ({"engine", "rollouts"} if max(ages) > 0 else {"engine"})
@@ -207,8 +207,8 @@ def let_go(engines, _):
 def test_the_trainer_goes_on_while_the_engine_samples(ranks, tmp_path):
     """Each batch is handed out only after an update has begun that does not need it."""
     layout = Layout(tp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--rollout-staleness=1", "--train-iters=3")
-    results = ranks.run(run_with, layout, words, PatientEngine, let_go)
+    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--rollout-staleness=1", "--train-iters=3")
+    results = ranks.run(run_with, layout, arguments, PatientEngine, let_go)
     assert [error for error, *_ in results] == [None, None]
     assert [calls for _, calls, _, _ in results] == [[[0, 0, 1]], []]
 
@@ -216,13 +216,13 @@ def test_the_trainer_goes_on_while_the_engine_samples(ranks, tmp_path):
 def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path):
     """Within a window, equal to the last digit, weight sync by weight sync."""
     layout = Layout(tp=2)
-    words = [*LIVE, *layout.flags(), "--rollout-staleness=2", "--use-distributed-optimizer", "--bf16"]
-    words += ["--rollout-dtype=bf16"]
+    arguments = [*LIVE, *layout.flags(), "--rollout-staleness=2", "--use-distributed-optimizer", "--bf16"]
+    arguments += ["--rollout-dtype=bf16"]
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
     save = [f"--save={tmp_path}/s", f"--load={tmp_path}/s"]
     for folder, end, files in ((whole, 6, []), (broken, 4, save), (broken, 6, save)):
-        assert set(ranks.run(run_training, layout, flags(folder, *words, *files, f"--train-iters={end}"))) == {None}
+        assert set(ranks.run(run_training, layout, flags(folder, *arguments, *files, f"--train-iters={end}"))) == {None}
     # The last sync of a run that is to end has nobody to serve, and is not made.
     rows_of_broken = without_sync_error(broken)
     assert rows_of_broken == without_sync_error(whole)
@@ -235,8 +235,8 @@ def without_sync_error(folder):
 
 def test_evaluations_are_made_where_weights_are_new(ranks, tmp_path):
     """With two batches ahead that is every other step, and the end."""
-    words = [*HELD_OUT, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
-    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, "--eval-interval=2")) == [None]
+    arguments = [*HELD_OUT, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *arguments, "--eval-interval=2")) == [None]
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 4, 5]
     trained = [row for row in rows(tmp_path) if "loss/total" in row]
     assert ["rollout/sync_error" in row for row in trained] == [True, False, True, False, True]
@@ -252,8 +252,8 @@ def test_the_age_of_recorded_rollouts_is_checked(ranks, tmp_path):
     assert len(list(folder.glob("*.safetensors"))) == 6
 
     def read(*more):
-        words = flags(tmp_path, *LIVE, f"--load-rollouts={folder}", "--train-iters=4", *more)
-        (error,) = ranks.run(run_training, Layout(), words)
+        arguments = flags(tmp_path, *LIVE, f"--load-rollouts={folder}", "--train-iters=4", *more)
+        (error,) = ranks.run(run_training, Layout(), arguments)
         return error
 
     assert read("--rollout-staleness=2") is None

@@ -56,13 +56,13 @@ def test_a_replica_reads_its_share_of_all_files(teacher):
     reader, names = teacher
     whole = scores_of(recorded_batch(0))
     share = recorded_batch(0, replica=1, replicas=2)
-    found = reader.read(share, names)
+    results = reader.read(share, names)
     rows = slice(SEQUENCES // 2, SEQUENCES)
-    assert torch.equal(found.log_probs, whole.log_probs[rows])
-    assert torch.equal(found.top_counts, whole.top_counts[rows])
+    assert torch.equal(results.log_probs, whole.log_probs[rows])
+    assert torch.equal(results.top_counts, whole.top_counts[rows])
     begin = int(whole.top_counts[: SEQUENCES // 2].sum())
-    assert torch.equal(found.top_log_probs, whole.top_log_probs[begin:])
-    assert torch.equal(found.top_ids, whole.top_ids[begin:])
+    assert torch.equal(results.top_log_probs, whole.top_log_probs[begin:])
+    assert torch.equal(results.top_ids, whole.top_ids[begin:])
 
 
 def test_scores_of_other_rollouts_are_refused(teacher):

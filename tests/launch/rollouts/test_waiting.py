@@ -95,9 +95,9 @@ GIVEN_UP = {
 @pytest.mark.parametrize(("error", "sentence"), GIVEN_UP.values(), ids=GIVEN_UP)
 def test_an_engine_that_is_given_up_ends_its_rank(ranks, tmp_path, error, sentence):
     """The other rank waits; the end of the process, which is not seen here, ends it."""
-    words = [*words_of(tmp_path), "--rollout-wait-minutes=0.02"]
+    arguments = [*words_of(tmp_path), "--rollout-wait-minutes=0.02"]
     with pytest.raises(RankFailure, match=f"rank 1 of 2:[^$]*EngineError: the rollout of {sentence}"):
-        ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=ROLLOUT_1, error=error))
+        ranks.run(run_slowly, LAYOUT, arguments, SlowEngine(FOREVER, slow=ROLLOUT_1, error=error))
     assert [row["step"] for row in rows(tmp_path)] == [1]
 
 

@@ -36,8 +36,8 @@ def test_each_replicas_server_gets_all_weights(ranks, tmp_path, kind, layout, mo
     save = [f"--save-hf={tmp_path}/hf", "--save-hf-interval=1"]
     with ExitStack() as stack:
         servers = [stack.enter_context(running(kind=kind)) for _ in range(layout.dp)]
-        words = words_of(tmp_path, servers, *layout.flags(), *model, *save)
-        assert ranks.run(run_training, layout, words) == [None] * layout.world
+        arguments = words_of(tmp_path, servers, *layout.flags(), *model, *save)
+        assert ranks.run(run_training, layout, arguments) == [None] * layout.world
         want = load_file(tmp_path / "hf" / "step-1" / "model.safetensors")
         want.setdefault("lm_head.weight", want["model.embed_tokens.weight"])
         for server in servers:
@@ -49,8 +49,8 @@ def test_each_replicas_server_gets_all_weights(ranks, tmp_path, kind, layout, mo
         if kind is VLLM and layout.ep > 1:
             assert_experts_have_one_sender(servers, layout)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    found = [path.relative_to(tmp_path / "weights") for path in (tmp_path / "weights").rglob("*") if path.is_file()]
-    assert {path.name for path in found} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    results = [path.relative_to(tmp_path / "weights") for path in (tmp_path / "weights").rglob("*") if path.is_file()]
+    assert {path.name for path in results} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
 def assert_experts_have_one_sender(servers, layout):
@@ -60,7 +60,7 @@ def assert_experts_have_one_sender(servers, layout):
         for told in [body["update_info"] for path, body in server.seen if path == server.takes]:
             for layer, expert in re.findall(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.", " ".join(told["names"])):
                 senders.setdefault((layer, int(expert) // (4 // layout.ep)), set()).add(told["sender"])
-    assert {len(found) for found in senders.values()} == {1}
+    assert {len(results) for results in senders.values()} == {1}
     assert len(set.union(*senders.values())) == layout.pp * layout.ep
 
 
@@ -68,7 +68,7 @@ def assert_experts_have_one_sender(servers, layout):
 def test_a_stage_whose_weights_are_refused_ends_its_rank(ranks, tmp_path, kind):
     with running(kind=kind) as server:
         server.faults[kind.takes] = [lambda answer: answer] * 3 + [(500, {"detail": "no memory"})]
-        words = words_of(tmp_path, [server], "--pipeline-model-parallel-size=2")
+        arguments = words_of(tmp_path, [server], "--pipeline-model-parallel-size=2")
         with pytest.raises(RankFailure, match=r"refused the weights of step[^$]*no memory"):
-            ranks.run(run_training, Layout(pp=2), words)
+            ranks.run(run_training, Layout(pp=2), arguments)
         assert server.version == "incomplete"

@@ -37,11 +37,11 @@ def test_no_flag_and_no_field_is_declared_twice_and_every_number_has_a_sign():
 def test_settings_reach_megatron_unchanged(tmp_path):
     from megatron_rc.launch.run_config.megatron_configs import build_optimizer_config, build_transformer_config
 
-    words = """--num-experts=4 --moe-z-loss-coeff=0.1 --moe-layer-freq=([0]+[1]*3) --norm-epsilon=1e-6
+    arguments = """--num-experts=4 --moe-z-loss-coeff=0.1 --moe-layer-freq=([0]+[1]*3) --norm-epsilon=1e-6
     --recompute-granularity=selective --multi-latent-attention --q-lora-rank=12 --qk-head-dim=6 --rotary-base=500
     --rotary-scaling-factor=40 --beta-fast=16 --mscale=0.5""".split()
     model = [word for word in LLAMA if "group" not in word]
-    config = run_config(flags(tmp_path, *words, model=model), engine=False)
+    config = run_config(flags(tmp_path, *arguments, model=model), engine=False)
     built = vars(build_transformer_config(config))
     for section in (config.parallel, config.transformer, config.compute, config.experts, config.latent):
         expected = values_of(section)

@@ -108,8 +108,8 @@ def test_the_tail_that_an_engine_decodes_holds_every_string():
     bytes_of = {index: bytes([index]) for index in range(256)}
     ends = ResponseEnds((300,), ("éß.",), lambda ids: b"".join(bytes_of[one] for one in ids).decode(errors="replace"))
     response = list("xéß.".encode())
-    found = [
+    results = [
         ends.is_at_end(response[max(0, count - ends.tail_length) : count]) for count in range(1, len(response) + 1)
     ]
-    assert found == [False] * (len(response) - 1) + [True]
+    assert results == [False] * (len(response) - 1) + [True]
     assert ends.length_of([*response, 120]) == len(response)

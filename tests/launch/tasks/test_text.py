@@ -134,8 +134,8 @@ def test_problems_are_shown_as_text_or_as_conversations(tmp_path):
     shown = "[user]1 + 2 = ?</s>[assistant]3</s>[user]4 + 5 = ?</s>[assistant]"
     assert text.tokenizer.decode(ids) == shown
     assert ids.count(text.eos) == 3
-    said = ({"role": "system", "content": "add"}, {"role": "user", "content": " 4 + 5 "})
-    shown = text.tokenizer.decode(text.encode(Problem(" 4 + 5 ", "9", messages=said)))
+    message = ({"role": "system", "content": "add"}, {"role": "user", "content": " 4 + 5 "})
+    shown = text.tokenizer.decode(text.encode(Problem(" 4 + 5 ", "9", messages=message)))
     assert shown == "[system]add</s>[user] 4 + 5 </s>[assistant]"
     # A response is decoded without its end.
     ids = text.tokenizer.encode("12 </s>")
@@ -170,11 +170,18 @@ def test_a_model_directory_brings_its_tokenizer(tmp_path):
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
     )
     transformers.AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path)
-    words = ["--seq-length=256", "--task=count_up", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
-    words += [f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
+    arguments = [
+        "--seq-length=256",
+        "--task=count_up",
+        "--train-iters=1",
+        "--global-batch-size=64",
+        "--lr=1e-3",
+        "--cpu",
+    ]
+    arguments += [f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
     with pytest.raises(ConfigurationError, match="holds no tokenizer"):
-        configure(words, 1)
+        configure(arguments, 1)
     tokenizer_folder(tmp_path)
-    config, task = configure(words, 1)
+    config, task = configure(arguments, 1)
     assert isinstance(task.text, HuggingFaceText)
     assert config.task.tokenizer_type == "HuggingFaceTokenizer"

@@ -58,8 +58,8 @@ class Run:
     is_reduced: bool = False  # Megatron reduces the gradients as in an optimizer step
 
     def words(self, folder):
-        words = training_cases.cut_words(self.case, *BATCH, *self.flags)
-        return flags_of_run(folder, *words, *(EXPERTS if self.has_experts else ()), model=self.model)
+        arguments = training_cases.cut_words(self.case, *BATCH, *self.flags)
+        return flags_of_run(folder, *arguments, *(EXPERTS if self.has_experts else ()), model=self.model)
 
     @property
     def case(self):

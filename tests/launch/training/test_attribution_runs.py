@@ -22,8 +22,8 @@ REPLAYED += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-
 
 
 def steps_of(ranks, folder, layout, model, *more):
-    words = flags(folder, *RUN, *more, *layout.flags(), model=model)
-    assert set(ranks.run(run_training, layout, words)) == {None}
+    arguments = flags(folder, *RUN, *more, *layout.flags(), model=model)
+    assert set(ranks.run(run_training, layout, arguments)) == {None}
     return rows(folder)
 
 
@@ -48,9 +48,9 @@ def attributed_runs(ranks, tmp_path_factory):
     ids=["tp2-pp2-packed", "dp2-distributed-bypass", "ep2-replay"],
 )
 def test_a_rounded_engines_mismatch_is_in_its_weights(attributed_runs, layout, model, more):
-    folder, found = attributed_runs(layout, tuple(model), tuple(more))
+    folder, results = attributed_runs(layout, tuple(model), tuple(more))
     assert (folder / "run" / "attribution.png").read_bytes().startswith(b"\x89PNG")
-    shares = [{name: value for name, value in row.items() if name.startswith("attribution/")} for row in found]
+    shares = [{name: value for name, value in row.items() if name.startswith("attribution/")} for row in results]
 
     # Steps 1 and 3 begin at a multiple of the interval.
     assert [bool(each) for each in shares] == [True, False, True]
@@ -66,9 +66,9 @@ def test_a_rounded_engines_mismatch_is_in_its_weights(attributed_runs, layout, m
 
 def test_the_steps_are_those_of_a_run_without_it(ranks, tmp_path, attributed_runs):
     """Also if a later step gathers the weights, routers have losses, and their experts are replayed."""
-    _, found = attributed_runs(EXPERT_PARALLEL, tuple(EXPERTS), tuple(REPLAYED))
+    _, results = attributed_runs(EXPERT_PARALLEL, tuple(EXPERTS), tuple(REPLAYED))
     without = steps_of(ranks, tmp_path, EXPERT_PARALLEL, EXPERTS, *REPLAYED)
-    for row, other in zip(found, without, strict=True):
+    for row, other in zip(results, without, strict=True):
         for name in other:
             if not name.startswith(("perf/", "time", "machine/")):
                 assert row[name] == other[name], name

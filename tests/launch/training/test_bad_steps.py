@@ -76,19 +76,21 @@ def state_of(trainer):
 
 
 def train_with_faults(words, steps, batches=()):
-    with faults(steps, batches) as left, contextlib.redirect_stderr(io.StringIO()) as said, logged() as lines:
-        return run_training(words), left, said.getvalue() + "\n".join(lines)
+    with faults(steps, batches) as left, contextlib.redirect_stderr(io.StringIO()) as message, logged() as lines:
+        return run_training(words), left, message.getvalue() + "\n".join(lines)
 
 
 def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks, tmp_path):
     layout = Layout(pp=2, dp=2)
     bad = tmp_path / "run" / "bad"
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--grpo-iterations=2", "--train-iters=6", "--micro-batch-size=4")
-    words += ["--lr-decay-style=linear", f"--save-rollouts={tmp_path}/records"]
-    found = ranks.run(train_with_faults, layout, [*words, "--bad-steps=skip"], [1], [2])
-    assert [error for error, *_ in found] == [None] * 4
+    arguments = flags(
+        tmp_path, *LIVE, *layout.flags(), "--grpo-iterations=2", "--train-iters=6", "--micro-batch-size=4"
+    )
+    arguments += ["--lr-decay-style=linear", f"--save-rollouts={tmp_path}/records"]
+    results = ranks.run(train_with_faults, layout, [*arguments, "--bad-steps=skip"], [1], [2])
+    assert [error for error, *_ in results] == [None] * 4
     # The second step, and both of the second batch.
-    assert [left for _, left, _ in found] == [{1: True, 2: True, 3: True}] * 4
+    assert [left for _, left, _ in results] == [{1: True, 2: True, 3: True}] * 4
     written = rows(tmp_path)
     assert [row["skipped_steps"] for row in written] == [0, 1, 2, 3, 3, 3]
     assert [row["bad_steps"] for row in written] == [0, 1, 2, 3, 3, 3]
@@ -98,9 +100,9 @@ def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks,
         == [*(True, False, False, False, True, True)]
     )
     assert all(math.isfinite(value) for row in written for value in row.values())
-    said = found[0][2]
-    assert "the gradient norm of step 2 is inf: the step was not made; lower --lr" in said
-    assert "finished at step 6 (3 steps left out) after" in said
+    message = results[0][2]
+    assert "the gradient norm of step 2 is inf: the step was not made; lower --lr" in message
+    assert "finished at step 6 (3 steps left out) after" in message
     names = [f"step-000000{step}-replica-000{replica}.safetensors" for step in (0, 2) for replica in (0, 1)]
     assert sorted(path.name for path in bad.glob("*.safetensors")) == names
     for name in names:
@@ -113,15 +115,15 @@ def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks,
     assert "the gradient norm of step 2 is inf" in reasons[0]["error"]
     assert "NaN" in reasons[1]["error"]
     # They train again as they are; a new run leaves those of the old one.
-    words = flags(
+    arguments = flags(
         tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", f"--load-rollouts={bad}", "--run-name=again"
     )
-    assert ranks.run(run_training, layout, [*words, "--train-iters=2"]) == [None] * 4
+    assert ranks.run(run_training, layout, [*arguments, "--train-iters=2"]) == [None] * 4
 
 
 def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, "--train-iters=6", "--pipeline-model-parallel-size=2", *MOVING)
-    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), words, [1])
+    arguments = flags(tmp_path, *LIVE, "--train-iters=6", "--pipeline-model-parallel-size=2", *MOVING)
+    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), arguments, [1])
     assert first == second[0]
     assert first.startswith("BadStepError: the gradient norm of step 2 is inf: the step was not made")
     assert left == {}
@@ -131,7 +133,7 @@ def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
     ]
     # A new run of that name sets them aside.
     more = ["--bad-steps=skip", "--max-skipped-steps=2", "--bypass-mode"]
-    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*words, *more], [1, 2, 3])
+    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*arguments, *more], [1, 2, 3])
     assert first == second[0]
     assert first.startswith(
         "RunError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf: the step was not"
@@ -145,25 +147,25 @@ def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
 def test_steps_that_were_left_out_are_counted_over_a_resume(ranks, tmp_path):
     """The last before the checkpoint and the first after it are two in a row."""
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    words = flags(tmp_path, *LIVE, *MOVING, *save, "--bad-steps=skip", "--max-skipped-steps=2")
-    ((error, *_),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=2"], [1])
+    arguments = flags(tmp_path, *LIVE, *MOVING, *save, "--bad-steps=skip", "--max-skipped-steps=2")
+    ((error, *_),) = ranks.run(train_with_faults, Layout(), [*arguments, "--train-iters=2"], [1])
     assert error is None
-    ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=4"], [2])
+    ((error, _, message),) = ranks.run(train_with_faults, Layout(), [*arguments, "--train-iters=4"], [2])
     assert error.startswith("RunError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf")
     assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 1, 2]
     # The steps after the last checkpoint are made again.
-    ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=4"], [])
+    ((error, _, message),) = ranks.run(train_with_faults, Layout(), [*arguments, "--train-iters=4"], [])
     assert error is None
-    assert "finished at step 4 (1 steps left out), saved to" in said
+    assert "finished at step 4 (1 steps left out), saved to" in message
 
 
 @pytest.mark.parametrize(
     ("end", "steps", "message"), [(8, 6, "no token was accepted, or none"), (3, 3, "3 of the run's 3 steps, the")]
 )
 def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, end, steps, message):
-    words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--no-skip-steps-without-signal", f"--train-iters={end}")
-    words += ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12"]
-    (error,) = ranks.run(run_training, Layout(), words)
+    arguments = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--no-skip-steps-without-signal", f"--train-iters={end}")
+    arguments += ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12"]
+    (error,) = ranks.run(run_training, Layout(), arguments)
     assert error.startswith("RunError: ")
     assert message in error
     assert len(rows(tmp_path)) == steps
@@ -175,9 +177,9 @@ def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
     (command,) = re.findall(
         r"^python -m megatron_rc.launch --nproc-per-node 4 (.* --stop-if [^`]*)", text, re.MULTILINE
     )
-    words = [*shlex.split(command.replace("\\\n", " ")), *ONE_PROCESS, f"--runs-dir={tmp_path}", "--run-name=run"]
-    words += ["--lr=1e4", "--train-iters=8"]
-    (error,) = ranks.run(run_training, Layout(), words)
+    arguments = [*shlex.split(command.replace("\\\n", " ")), *ONE_PROCESS, f"--runs-dir={tmp_path}", "--run-name=run"]
+    arguments += ["--lr=1e4", "--train-iters=8"]
+    (error,) = ranks.run(run_training, Layout(), arguments)
     assert error.startswith("RunError: the last 6 steps left the model as it was (their gradient was 0: a model")
     assert len(rows(tmp_path)) == 7
 
@@ -188,13 +190,18 @@ def test_a_mini_batch_whose_rewards_are_alike_changes_nothing_by_right(ranks, tm
     alike = torch.full((12,), 0.5)
     batch = dataclasses.replace(batch, rewards=torch.cat([batch.rewards[:4], alike]))
     write_rollouts(batch, tmp_path / "records", 0, 0)
-    words = ["--run-name=run", f"--load-rollouts={tmp_path}/records", "--max-skipped-steps=2", "--train-iters=4"]
-    words += ["--grpo-iterations=1", "--global-batch-size=4", "--rollout-rs-threshold=0.01_100,10", "--grpo-kl-beta=0"]
-    words += ["--grpo-entropy-term-weight=0"]
-    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *MADE)) == [None]
+    arguments = ["--run-name=run", f"--load-rollouts={tmp_path}/records", "--max-skipped-steps=2", "--train-iters=4"]
+    arguments += [
+        "--grpo-iterations=1",
+        "--global-batch-size=4",
+        "--rollout-rs-threshold=0.01_100,10",
+        "--grpo-kl-beta=0",
+    ]
+    arguments += ["--grpo-entropy-term-weight=0"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *arguments, *MADE)) == [None]
     assert [row["grad_norm"] > 0 for row in rows(tmp_path)] == [True, False, False, False]
     assert [row["reward/nonzero_advantages"] for row in rows(tmp_path)] == [1, 0, 0, 0]
-    assert ranks.run(run_training, Layout(), flags(tmp_path, *words)) == [None]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *arguments)) == [None]
     assert ["grad_norm" in row for row in rows(tmp_path)] == [True, False, False, False]
     assert [row["steps_without_signal"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
@@ -232,12 +239,14 @@ def run_flat(words, flat, alone):
 @pytest.mark.parametrize(("layout", "more"), [(Layout(pp=2, dp=2), ["--bypass-mode"])], ids=["bypass"])
 def test_a_step_without_an_advantage_on_any_rank_leaves_the_optimizer_alone(ranks, tmp_path, layout, more):
     """It is counted over a resume, and is no step that may end the run."""
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--lr-decay-style=linear", "--max-skipped-steps=1", *more)
-    words += ["--grpo-kl-beta=0", "--grpo-entropy-term-weight=0", "--micro-batch-size=4", f"--save={tmp_path}/save"]
+    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--lr-decay-style=linear", "--max-skipped-steps=1", *more)
+    arguments += ["--grpo-kl-beta=0", "--grpo-entropy-term-weight=0", "--micro-batch-size=4", f"--save={tmp_path}/save"]
     # One replica of two has rewards that differ in batch 2.
     for end, steps in ((2, (0, 1)), (5, (2, 3, 4))):
-        found = ranks.run(run_flat, layout, [*words, f"--load={tmp_path}/save", f"--train-iters={end}"], {1, 3}, {2})
-        assert found == [(None, {step: step in (1, 3) for step in steps})] * layout.world
+        results = ranks.run(
+            run_flat, layout, [*arguments, f"--load={tmp_path}/save", f"--train-iters={end}"], {1, 3}, {2}
+        )
+        assert results == [(None, {step: step in (1, 3) for step in steps})] * layout.world
     written = rows(tmp_path)
     assert [row["steps_without_signal"] for row in written] == [0, 1, 1, 2, 2]
     assert [row["skipped_steps"] for row in written] == [0, 1, 1, 2, 2]
@@ -249,9 +258,9 @@ def test_a_step_without_an_advantage_on_any_rank_leaves_the_optimizer_alone(rank
 
 @pytest.mark.parametrize("more", [MADE, ["--grpo-entropy-term-weight=0.01"], ["--grpo-kl-beta=0.01"]], ids=str)
 def test_a_step_that_another_term_moves_is_made(ranks, tmp_path, more):
-    words = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--grpo-entropy-term-weight=0", "--train-iters=3", *more)
+    arguments = flags(tmp_path, *LIVE, "--grpo-kl-beta=0", "--grpo-entropy-term-weight=0", "--train-iters=3", *more)
     # Adam's momentum moves the weights even if the gradient is 0.
-    assert ranks.run(run_flat, Layout(), words, {1, 2}, ()) == [(None, {0: False, 1: False, 2: False})]
+    assert ranks.run(run_flat, Layout(), arguments, {1, 2}, ()) == [(None, {0: False, 1: False, 2: False})]
     assert ["grad_norm" in row for row in rows(tmp_path)] == [True] * 3
     assert rows(tmp_path)[-1]["steps_without_signal"] == 0
 
@@ -300,6 +309,6 @@ CHECKS = [
 
 @pytest.mark.parametrize(("more", "losses", "norms", "message"), CHECKS)
 def test_megatrons_checks_of_a_step(ranks, tmp_path, more, losses, norms, message):
-    words = flags(tmp_path, *more.split(), *Layout(dp=2).flags())
-    said = agreed(ranks.run(checked, Layout(dp=2), words, losses, norms))
+    arguments = flags(tmp_path, *more.split(), *Layout(dp=2).flags())
+    said = agreed(ranks.run(checked, Layout(dp=2), arguments, losses, norms))
     assert said is message is None or said.startswith(message)

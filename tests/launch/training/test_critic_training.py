@@ -26,26 +26,26 @@ def step(trainer, index):
 def train(words, begin, end, save_at=None):
     """Metrics of the steps from ``begin`` to ``end``; after ``save_at`` steps a checkpoint is written."""
     trainer = make_trainer(words)
-    found = []
+    results = []
     assert trainer.iteration == begin
     for index in range(begin, end):
-        found.append(step(trainer, index))
+        results.append(step(trainer, index))
         if trainer.iteration == save_at:
             trainer.save()
-    return found
+    return results
 
 
 def test_the_loop_trains_both_and_reports_it(ranks, tmp_path):
-    words = ["--config=count_up_ppo", f"--runs-dir={tmp_path}", "--run-name=run", "--cpu", "--train-iters=2"]
-    words += ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
-    words += ["--grpo-prompts-per-step=8", "--global-batch-size=8", "--micro-batch-size=8", "--value-clip=0.2"]
-    assert ranks.run(run_training, Layout(), words) == [None]
-    found = rows(tmp_path)
-    assert [row["step"] for row in found] == [1, 2]
-    names = {name for row in found for name in row if "critic" in name}
+    arguments = ["--config=count_up_ppo", f"--runs-dir={tmp_path}", "--run-name=run", "--cpu", "--train-iters=2"]
+    arguments += ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
+    arguments += ["--grpo-prompts-per-step=8", "--global-batch-size=8", "--micro-batch-size=8", "--value-clip=0.2"]
+    assert ranks.run(run_training, Layout(), arguments) == [None]
+    results = rows(tmp_path)
+    assert [row["step"] for row in results] == [1, 2]
+    names = {name for row in results for name in row if "critic" in name}
     assert {"loss/critic", "critic/lr", "critic/grad_norm", "critic/explained_variance"} <= names
     assert undocumented(names) == []
-    assert 0 < found[0]["reward/nonzero_advantages"] <= 1
+    assert 0 < results[0]["reward/nonzero_advantages"] <= 1
 
 
 DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -58,14 +58,14 @@ def test_a_run_goes_on_in_any_layout(ranks, tmp_path):
     """In the same layout to the last digit; the second step after a checkpoint shows Adam's moments."""
     before = Layout(tp=2, dp=2)
     after = Layout(pp=2)
-    words = flags(tmp_path, *PPO, *DECAYING, "--lr-decay-iters=10", *DISTRIBUTED, f"--save={tmp_path}/save")
-    whole = ranks.run(train, before, [*words, *before.flags()], 0, 4, 2)[0]
+    arguments = flags(tmp_path, *PPO, *DECAYING, "--lr-decay-iters=10", *DISTRIBUTED, f"--save={tmp_path}/save")
+    whole = ranks.run(train, before, [*arguments, *before.flags()], 0, 4, 2)[0]
     decaying = [0.0, *(2e-3 - step * (2e-3 - 1e-4) / 9 for step in range(3))]
     assert [step["critic/lr"] for step in whole] == pytest.approx(decaying)
     assert [step["lr"] for step in whole] == [1e-3] * 4, "the policy has a schedule of its own"
-    words += [f"--load={tmp_path}/save"]
-    assert ranks.run(train, before, [*words, *before.flags()], 2, 4)[0] == whole[2:]
-    (third, fourth), *_ = ranks.run(train, after, [*words, *after.flags()], 2, 4)
+    arguments += [f"--load={tmp_path}/save"]
+    assert ranks.run(train, before, [*arguments, *before.flags()], 2, 4)[0] == whole[2:]
+    (third, fourth), *_ = ranks.run(train, after, [*arguments, *after.flags()], 2, 4)
     assert third == pytest.approx(whole[2], rel=1e-4, abs=1e-4)
     assert fourth == pytest.approx(whole[3], rel=1e-3, abs=1e-3)
 
@@ -84,20 +84,20 @@ def train_away(part, words, begin, end, save_at=None):
     A checkpoint is written in the background while the part comes and goes.
     """
     trainer = make_trainer(words)
-    found = []
+    results = []
     ratios = []
     for index in range(begin, end):
         if index == save_at:
             trainer.save()
             assert trainer.writer.pending is not None
-        found.append(step(trainer, index))
+        results.append(step(trainer, index))
         trainer.writer.finish()  # else its copies would be counted
         away = bytes_alive()
         with trainer.critic.here() if part == "critic" else trainer.optimizer_here():
             chunks = trainer.critic.chunks if part == "critic" else trainer.chunks
             parameters = sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
             ratios.append((bytes_alive() - away) / parameters)
-    return found, ratios
+    return results, ratios
 
 
 OVERLAPPING = ["--overlap-grad-reduce", "--overlap-param-gather"]
@@ -115,11 +115,11 @@ AWAY = {
 def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, tmp_path, part, more, layout, each):
     """Three steps, with a checkpoint after the second and from it, are those of a run whose tensors stay."""
     own = PPO if part == "critic" else [*PPO[:3], "--advantage-estimator=rloo"]
-    words = flags(tmp_path, *own, *more, *layout.flags())
-    stayed = ranks.run(train, layout, words, 0, 3)
+    arguments = flags(tmp_path, *own, *more, *layout.flags())
+    stayed = ranks.run(train, layout, arguments, 0, 3)
     files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
     for steps, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
-        went = ranks.run(train_away, layout, part, [*words, f"--{part}-offload", *files], begin, 3, save_at)
+        went = ranks.run(train_away, layout, part, [*arguments, f"--{part}-offload", *files], begin, 3, save_at)
         for one, (other, ratios) in zip(stayed, went, strict=True):
             assert other == one[steps]
             assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
@@ -128,20 +128,20 @@ def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, t
 def critic_only(words):
     """Whether the policy and the critic have changed after each of two steps, and the metrics of these."""
     trainer = make_trainer(words)
-    found = []
+    results = []
     for index in range(2):
         policy, critic = both(trainer)
         metrics = step(trainer, index)
         now = both(trainer)
         times = trainer.passes.timers.metrics()
-        found.append((equal(policy, now[0]), equal(critic, now[1]), metrics | times))
-    return found
+        results.append((equal(policy, now[0]), equal(critic, now[1]), metrics | times))
+    return results
 
 
 def test_first_the_critic_learns_alone(ranks, tmp_path):
-    words = flags(tmp_path, *PPO, "--num-critic-only-steps=1", "--grpo-iterations=1")
-    words += ["--log-timers-to-tensorboard", "--timing-log-level=1"]
-    alone, together = ranks.run(critic_only, Layout(), words)[0]
+    arguments = flags(tmp_path, *PPO, "--num-critic-only-steps=1", "--grpo-iterations=1")
+    arguments += ["--log-timers-to-tensorboard", "--timing-log-level=1"]
+    alone, together = ranks.run(critic_only, Layout(), arguments)[0]
     assert alone[:2] == (True, False)
     assert together[:2] == (False, False)
     assert {"loss/critic", "forward-backward-time", "optimizer-time"} <= alone[2].keys()
@@ -151,9 +151,9 @@ def test_first_the_critic_learns_alone(ranks, tmp_path):
 
 @pytest.mark.parametrize("values", ["none", "mask"])
 def test_where_all_is_rejected_the_critic_steps_unless_its_loss_is_masked_too(ranks, tmp_path, values):
-    words = flags(tmp_path, *PPO, "--rollout-rs=token_k1", "--rollout-rs-threshold=0.99999_1.00001")
-    words += [f"--correct-values={values}", "--grpo-iterations=1"]
-    (policy_stays, critic_stays, _), _ = ranks.run(critic_only, Layout(), words)[0]
+    arguments = flags(tmp_path, *PPO, "--rollout-rs=token_k1", "--rollout-rs-threshold=0.99999_1.00001")
+    arguments += [f"--correct-values={values}", "--grpo-iterations=1"]
+    (policy_stays, critic_stays, _), _ = ranks.run(critic_only, Layout(), arguments)[0]
     assert policy_stays
     assert critic_stays == (values == "mask")
 
@@ -185,8 +185,8 @@ def start_elsewhere(words, folder):
 @pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
 def test_a_critic_starts_from_the_policy_or_from_another_model(ranks, tmp_path, more):
     layout = Layout(tp=2, pp=2)
-    words = flags(tmp_path, *PPO, *more, *layout.flags())
-    for layers, same, rate in ranks.run(start_elsewhere, layout, words, tmp_path):
+    arguments = flags(tmp_path, *PPO, *more, *layout.flags())
+    for layers, same, rate in ranks.run(start_elsewhere, layout, arguments, tmp_path):
         assert not same
         assert rate == 2e-3
         assert len(layers) > 8
@@ -194,17 +194,17 @@ def test_a_critic_starts_from_the_policy_or_from_another_model(ranks, tmp_path, 
 
 
 def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
-    words = flags(tmp_path, *PPO[:3], f"--save={tmp_path}/save")
-    assert len(ranks.run(train, Layout(), words, 0, 1, 1)[0]) == 1
-    (said,) = ranks.run(refusal, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
-    assert "checkpoint 1 was written without a critic: give another --advantage-estimator than gae, or" in said
+    arguments = flags(tmp_path, *PPO[:3], f"--save={tmp_path}/save")
+    assert len(ranks.run(train, Layout(), arguments, 0, 1, 1)[0]) == 1
+    (message,) = ranks.run(refusal, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
+    assert "checkpoint 1 was written without a critic: give another --advantage-estimator than gae, or" in message
     assert len(ranks.run(train, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save", "--finetune"), 0, 1)[0]) == 1
     # So is another learning rate of the critic.
-    words = flags(tmp_path, *PPO, f"--save={tmp_path}/critic")
-    ranks.run(train, Layout(), words, 0, 1, 1)
-    (said,) = ranks.run(refusal, Layout(), [*words, f"--load={tmp_path}/critic", "--critic-lr=5e-3"])
-    assert "checkpoint 1: " in said
-    assert "value 0.005 and checkpointvalue 0.002 for learning rate do not match" in said
+    arguments = flags(tmp_path, *PPO, f"--save={tmp_path}/critic")
+    ranks.run(train, Layout(), arguments, 0, 1, 1)
+    (message,) = ranks.run(refusal, Layout(), [*arguments, f"--load={tmp_path}/critic", "--critic-lr=5e-3"])
+    assert "checkpoint 1: " in message
+    assert "value 0.005 and checkpointvalue 0.002 for learning rate do not match" in message
 
 
 def step_without_signal(words):
@@ -227,7 +227,7 @@ def test_a_step_without_signal_trains_the_critic_alone(ranks, tmp_path):
 def spoil(words):
     """What each bad step raises and whether it has left both models as they were; then what saving a ruin raises."""
     trainer = make_trainer(words)
-    found = {}
+    results = {}
     checks = trainer.critic.checks
     for part in ("spiky", "large", "critic", "policy"):
         prepared = trainer.prepare(share(trainer, 0))
@@ -243,23 +243,23 @@ def spoil(words):
         with pytest.raises(BadStepError) as error:
             trainer.update(prepared, 0)
         now = both(trainer)
-        found[part] = str(error.value), equal(before[0], now[0]), equal(before[1], now[1])
+        results[part] = str(error.value), equal(before[0], now[0]), equal(before[1], now[1])
     trainer.critic.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError) as error:
         trainer.save()
-    return found, str(error.value)
+    return results, str(error.value)
 
 
 def test_a_bad_step_changes_neither_model_and_says_whose_it_was(ranks, tmp_path):
-    words = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--check-for-spiky-loss", "--check-for-large-grads")
-    found, saved = agreed(ranks.run(spoil, Layout(pp=2), [*words, f"--save={tmp_path}/save"]))
-    assert {part: unchanged for part, (_, *unchanged) in found.items()} == {part: [True, True] for part in found}
-    said = {part: words for part, (words, *_) in found.items()}
-    assert said["spiky"].startswith("the critic's loss of step 1 is")
-    assert "(--check-for-spiky-loss): the step was not made; lower --critic-lr" in said["spiky"]
-    assert said["large"].startswith("the critic's gradient norm of step 1 is")
-    assert "(--check-for-large-grads): the step was not made; lower --critic-lr" in said["large"]
-    assert said["critic"].startswith("the critic's loss of step 1 is")
-    assert said["policy"].startswith("the loss of step 1 is")
+    arguments = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--check-for-spiky-loss", "--check-for-large-grads")
+    results, saved = agreed(ranks.run(spoil, Layout(pp=2), [*arguments, f"--save={tmp_path}/save"]))
+    assert {part: unchanged for part, (_, *unchanged) in results.items()} == {part: [True, True] for part in results}
+    message = {part: arguments for part, (arguments, *_) in results.items()}
+    assert message["spiky"].startswith("the critic's loss of step 1 is")
+    assert "(--check-for-spiky-loss): the step was not made; lower --critic-lr" in message["spiky"]
+    assert message["large"].startswith("the critic's gradient norm of step 1 is")
+    assert "(--check-for-large-grads): the step was not made; lower --critic-lr" in message["large"]
+    assert message["critic"].startswith("the critic's loss of step 1 is")
+    assert message["policy"].startswith("the loss of step 1 is")
     assert saved.startswith("the critic's weight decoder.layers.0.mlp.linear_fc1.weight is not finite after step 0")
     assert saved.endswith("with a lower --critic-lr")

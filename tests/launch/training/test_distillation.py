@@ -110,12 +110,12 @@ def token_weights(logits, batch):
     return torch.where(batch.response_mask[:, 1:], ratio.clamp(max=BOUND), 0)
 
 
-def assert_step(found, expected, tolerance=2e-5):
+def assert_step(results, expected, tolerance=2e-5):
     """Every rank has the loss; the first rank has the gradients."""
     loss, gradients = expected
-    for metrics, _ in found:
+    for metrics, _ in results:
         assert metrics["loss/total"] == pytest.approx(loss, rel=tolerance)
-    got = found[0][1]
+    got = results[0][1]
     assert got.keys() == gradients.keys()
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, want in gradients.items():
@@ -142,8 +142,8 @@ def test_a_step_on_the_divergence_equals_the_reference(ranks, folders, layout, k
         return token_weights(logits, batch) * divergences(logits, teacher_logits / temperature, kind, beta)
 
     run_flags = flags_of(folders, layout, "--policy-loss=distill", f"--distillation-kind={kind}", *more)
-    found = ranks.run(one_step, layout, run_flags)
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, run_flags)
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 def hinted_rows(batch):
@@ -182,8 +182,8 @@ def test_a_teacher_with_a_hint_is_aligned_by_response_token(ranks, folders, layo
     def loss_of_tokens(logits):
         return token_weights(logits, batch) * divergences(logits, teacher_logits, "reverse_kl", 0.5)
 
-    found = ranks.run(one_step, layout, flags_of(folders, layout, "--policy-loss=distill", *more), (tokens, shifts))
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, flags_of(folders, layout, "--policy-loss=distill", *more), (tokens, shifts))
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 def test_a_hint_changes_the_teachers_advantages_alike(ranks, folders):
@@ -198,8 +198,8 @@ def test_a_hint_changes_the_teachers_advantages_alike(ranks, folders):
 
     more = ["--policy-loss=reinforce", "--advantage-estimator=distillation", "--rl-use-sequence-packing"]
     layout = Layout(cp=2)
-    found = ranks.run(one_step, layout, flags_of(folders, layout, *more), (tokens, shifts))
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, flags_of(folders, layout, *more), (tokens, shifts))
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 def served_scores(folder, batch, top_k):
@@ -239,8 +239,8 @@ def test_a_teacher_that_gives_its_likeliest_tokens(ranks, folders, layout, tail,
     run_flags = [word for word in flags_of(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
     urls = ",".join(["http://127.0.0.1:1"] * layout.dp)
     run_flags += ["--policy-loss=distill", f"--teacher-url={urls}", f"--teacher-tail={tail}"]
-    found = ranks.run(one_step, layout, run_flags, None, scores)
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, run_flags, None, scores)
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 def test_the_divergence_joins_the_objective(ranks, folders):
@@ -255,9 +255,9 @@ def test_the_divergence_joins_the_objective(ranks, folders):
         return token_weights(logits, batch) * (policy + 0.3 * divergences(logits, teacher_logits, "reverse_kl", 0.5))
 
     more = ["--policy-loss=reinforce", "--advantage-estimator=grpo-no-std", "--distillation-coef=0.3"]
-    found = ranks.run(one_step, Layout(dp=2), flags_of(folders, Layout(dp=2), *more))
-    assert_step(found, reference(folders, batch, loss_of_tokens))
-    assert found[0][0]["distillation/reverse_kl"] > 0
+    results = ranks.run(one_step, Layout(dp=2), flags_of(folders, Layout(dp=2), *more))
+    assert_step(results, reference(folders, batch, loss_of_tokens))
+    assert results[0][0]["distillation/reverse_kl"] > 0
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, cp=2, sp=True)], ids=str)
@@ -276,8 +276,8 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(ranks, folders,
     more = ["--policy-loss=reinforce", "--advantage-estimator=distillation", "--teacher-weights", "0.25", "0.75"]
     run_flags = [word for word in flags_of(folders, layout, *more) if not word.startswith("--teacher-load-hf")]
     run_flags += ["--teacher-load-hf", str(folders[1]), str(folders[2])]
-    found = ranks.run(one_step, layout, run_flags)
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, run_flags)
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 def test_a_teacher_may_have_experts(ranks, folders, tmp_path):
@@ -291,8 +291,8 @@ def test_a_teacher_may_have_experts(ranks, folders, tmp_path):
 
     layout = Layout(tp=2, sp=True)
     run_flags = flags_of([folders[0], folder], layout, "--policy-loss=distill")
-    found = ranks.run(one_step, layout, run_flags)
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, run_flags)
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 @pytest.mark.parametrize("of_checkpoint", [False, True], ids=["divergence", "advantages-of-checkpoint"])
@@ -321,8 +321,8 @@ def test_a_teacher_may_have_further_embedding_rows(ranks, folders, tmp_path, of_
         ranks.run(save_initial, Layout(), [*saved, "--tokenizer-type=HuggingFaceTokenizer", f"--save={tmp_path}/saved"])
         run_flags = [word for word in run_flags if not word.startswith("--teacher-load-hf")]
         run_flags.append(f"--teacher-load={tmp_path}/saved")
-    found = ranks.run(one_step, layout, run_flags)
-    assert_step(found, reference(folders, batch, loss_of_tokens))
+    results = ranks.run(one_step, layout, run_flags)
+    assert_step(results, reference(folders, batch, loss_of_tokens))
 
 
 def test_a_teacher_comes_from_checkpoints_of_another_layout(ranks, folders, tmp_path):

@@ -49,8 +49,8 @@ class Case:
         if self.fused:
             own_words.append("--fused-linear-log-probs")
         own = training_cases.cut_words(self, *own_words)
-        words = flags(folder, *training_cases.BATCH, *own, model=LLAMA)
-        return [word for word in words if word in own or not word.startswith(("--rollout-", "--grpo-clamp"))]
+        arguments = flags(folder, *training_cases.BATCH, *own, model=LLAMA)
+        return [word for word in arguments if word in own or not word.startswith(("--rollout-", "--grpo-clamp"))]
 
     def loss(self):
         """The fields of the objective's settings that the flags do not give."""

@@ -59,8 +59,8 @@ def start(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_layout_has_the_rate_of_its_formula(ranks, start, mode):
-    words = flags(start, *ADVANCED, *MODES[mode], *SMALL, f"--load={start}/first", "--finetune")
-    (alone,) = ranks.run(two_steps, Layout(), words)
+    arguments = flags(start, *ADVANCED, *MODES[mode], *SMALL, f"--load={start}/first", "--finetune")
+    (alone,) = ranks.run(two_steps, Layout(), arguments)
     first, second = alone
     assert first["lr_ess"] == pytest.approx(first["ess"], rel=1e-5)
     assert 0.02 < first["lr_ess"] < 0.75  # the rate is another one
@@ -73,7 +73,7 @@ def test_every_layout_has_the_rate_of_its_formula(ranks, start, mode):
     # The plan is of the rollout batch, a correction in the loss of each step.
     assert (first["lr_ess"] == second["lr_ess"]) == (mode == "decoupled")
     for layout in (Layout(cp=2, pp=2), Layout(dp=2, tp=2)):
-        for rank in ranks.run(two_steps, layout, [*words, *layout.flags()]):
+        for rank in ranks.run(two_steps, layout, [*arguments, *layout.flags()]):
             for got, want in zip(rank, alone, strict=True):
                 assert got["next"] == {LR}
                 for name in ("lr_ess", "lr_ess_factor", "lr"):

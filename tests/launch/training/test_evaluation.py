@@ -21,9 +21,9 @@ from tests.support.training_runs import HELD_OUT, rows, run_training, run_until_
     ids=str,
 )
 def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp_path, layout, interval, steps):
-    words = [*HELD_OUT, f"--eval-interval={interval}", "--eval-problems=5", *layout.flags()]
-    words += [f"--train-iters={steps[-1]}"]
-    assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
+    arguments = [*HELD_OUT, f"--eval-interval={interval}", "--eval-problems=5", *layout.flags()]
+    arguments += [f"--train-iters={steps[-1]}"]
+    assert set(ranks.run(run_training, layout, flags(tmp_path, *arguments))) == {None}
     evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
     assert [row["step"] for row in evaluations] == steps
     assert all(
@@ -38,23 +38,29 @@ def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp
 
 def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
     """Stopped between two multiples of the interval: nothing is evaluated twice, and no interval goes by unseen."""
-    words = [*HELD_OUT, "--eval-interval=2", "--eval-problems=2", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    arguments = [
+        *HELD_OUT,
+        "--eval-interval=2",
+        "--eval-problems=2",
+        f"--save={tmp_path}/save",
+        f"--load={tmp_path}/save",
+    ]
     for iterations in (1, 3):
-        assert ranks.run(run_training, Layout(), flags(tmp_path, *words, f"--train-iters={iterations}")) == [None]
+        assert ranks.run(run_training, Layout(), flags(tmp_path, *arguments, f"--train-iters={iterations}")) == [None]
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 1, 2, 3]
     (tmp_path / "run").rename(tmp_path / "before")
     ahead = ["--rollout-staleness=2", "--train-iters=6"]
-    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *ahead)) == [None]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *arguments, *ahead)) == [None]
     # Weights are handed over after 3 and 5 steps; in a new folder nothing says that those of 3 were evaluated.
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [3, 5, 6]
 
 
 def test_an_evaluation_due_at_the_step_of_a_stop_is_made_when_the_run_goes_on(ranks, tmp_path):
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-problems=2", "--train-iters=3", *save)
-    assert ranks.run(run_until_signal, Layout(dp=2), words, 2) == [True, True]
+    arguments = flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-problems=2", "--train-iters=3", *save)
+    assert ranks.run(run_until_signal, Layout(dp=2), arguments, 2) == [True, True]
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0]
-    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
+    assert ranks.run(run_training, Layout(dp=2), arguments) == [None, None]
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 3]
 
 
@@ -108,8 +114,8 @@ def first_problems(count):
 def test_a_response_that_is_left_out_counts_as_wrong_in_an_evaluation(ranks, tmp_path):
     problems, prompts = first_problems(4)
     known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True)} | {prompts[1]: None}
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=4", "--bad-samples=drop")
-    ((metrics, asked, sampling),) = ranks.run(evaluate_pupil, Layout(), words, known)
+    arguments = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=4", "--bad-samples=drop")
+    ((metrics, asked, sampling),) = ranks.run(evaluate_pupil, Layout(), arguments, known)
     expected = {"eval/reward": 0.75, "eval/exact_match": 0.75, "eval/pass@1": 0.75, "eval/reward_errors": 0}
     assert metrics == pytest.approx(expected)
     assert sorted(asked) == sorted(prompts)
@@ -124,14 +130,14 @@ def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_pat
     problems, prompts = first_problems(5)
     known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True) if prompt != prompts[4]}
     more = ["--eval-samples=4", "--eval-temperature=0.7", f"--eval-answers={written}"]
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
-    found = ranks.run(evaluate_pupil, layout, words, known, prompts[:2])
+    arguments = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
+    results = ranks.run(evaluate_pupil, layout, arguments, known, prompts[:2])
     expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
     expected |= {"eval/pass@2": (2 * 5 / 6 + 2) / 5, "eval/pass@4": 0.8}
-    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
-    asked = [prompt for _, some, _ in found for prompt in some]
+    assert [metrics for metrics, *_ in results] == [pytest.approx(expected)] * layout.world
+    asked = [prompt for _, some, _ in results for prompt in some]
     assert {prompt: asked.count(prompt) for prompt in prompts} == dict.fromkeys(prompts, 4)
-    assert {how for *_, sampling in found for how in sampling} == {(0, 0.7)}
+    assert {how for *_, sampling in results for how in sampling} == {(0, 0.7)}
     lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     # Of two replicas the first has the first two problems.
@@ -154,12 +160,12 @@ def test_files_are_counted_by_name_over_all_replicas(ranks, tmp_path, layout):
     own = [word for word in HELD_OUT if not word.startswith("--task")]
     base = [word for word in flags(tmp_path, *own, *layout.flags()) if not word.startswith("--task")]
     known = {"0 - 1 = ": "-1", "0 * 2 = ": "0", "3 * 2 = ": "6", "4 * 2 = ": "8"}
-    found = ranks.run(evaluate_pupil, layout, [*base, *data], known)
+    results = ranks.run(evaluate_pupil, layout, [*base, *data], known)
     shares = {"": 4 / 7, "small/": 1 / 2, "twice/": 3 / 5}
     expected = {
         f"eval/{begin}{name}": share for begin, share in shares.items() for name in ("reward", "exact_match", "pass@1")
     } | {f"eval/{begin}reward_errors": 0 for begin in shares}
-    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
+    assert [metrics for metrics, *_ in results] == [pytest.approx(expected)] * layout.world
     lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
     assert [json.loads(line)["data"] for line in lines] == ["small", "twice"] * 2 + ["twice"] * 3
     assert undocumented(expected) == []
@@ -168,6 +174,6 @@ def test_files_are_counted_by_name_over_all_replicas(ranks, tmp_path, layout):
 def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "eval").write_text("in the way")
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
+    arguments = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
     with pytest.raises(RankFailure, match=r"eval/step-0000006\.jsonl cannot be written \(File exists\): make room"):
-        ranks.run(evaluate_pupil, Layout(dp=2), words, {})
+        ranks.run(evaluate_pupil, Layout(dp=2), arguments, {})

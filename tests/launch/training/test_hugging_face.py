@@ -38,8 +38,8 @@ def greedy(folder):
 )
 def test_the_models_of_some_steps_and_of_the_end(ranks, tmp_path, layout, model):
     """A checkpoint of the last step, exported, is that directory, file by file."""
-    words = words_of(tmp_path, layout, "--save-hf-interval=2", f"--save={tmp_path}/checkpoints", model=model)
-    assert set(ranks.run(run_training, layout, words)) == {None}
+    arguments = words_of(tmp_path, layout, "--save-hf-interval=2", f"--save={tmp_path}/checkpoints", model=model)
+    assert set(ranks.run(run_training, layout, arguments)) == {None}
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step-2", "step-3"]
     from megatron_rc.launch import export
 
@@ -56,25 +56,25 @@ def test_a_run_names_its_ends_and_writes_them(ranks, tmp_path):
     """GLM-4.5 with one end taken out and one added: the line at the start, and both files of the directory."""
     folder = glm_folder(tmp_path / "glm")
     more = ["--rollout-no-stop-token-ids=4", "--rollout-stop-token-ids=7", f"--save-hf={tmp_path}/hf"]
-    words = words_of_glm(folder, *LIVE, "--num-layers=4", *more, "--train-iters=1")
-    ((error, said),) = ranks.run(said_by_training, Layout(), words)
+    arguments = words_of_glm(folder, *LIVE, "--num-layers=4", *more, "--train-iters=1")
+    ((error, message),) = ranks.run(said_by_training, Layout(), arguments)
     assert error is None
     line = (
         "end tokens: 0 <|endoftext|> (tokenizer, config.json, generation_config.json), 3 <|user|> (config.json, "
         "generation_config.json), 7 '2' (--rollout-stop-token-ids); not 4 <|observation|> (--rollout-no-stop-token-ids)"
     )
-    assert said.splitlines().count(line) == 1
+    assert message.splitlines().count(line) == 1
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "hf" / "step-1" / name).read_text())["eos_token_id"] == [0, 3, 7]
 
 
 def test_a_resumed_run_writes_beside_the_earlier_steps(ranks, tmp_path):
-    words = words_of(tmp_path, Layout(), f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints")
-    assert ranks.run(run_training, Layout(), [*words, "--train-iters=1"]) == [None]
+    arguments = words_of(tmp_path, Layout(), f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints")
+    assert ranks.run(run_training, Layout(), [*arguments, "--train-iters=1"]) == [None]
     # What a run leaves that was killed while it wrote, or between the two renamings.
     (tmp_path / "hf" / ".step-2.partial").mkdir()
     (tmp_path / "hf" / ".step-2.replaced").mkdir()
-    assert ranks.run(run_training, Layout(), [*words, "--train-iters=2"]) == [None]
+    assert ranks.run(run_training, Layout(), [*arguments, "--train-iters=2"]) == [None]
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step-1", "step-2"]
 
 
@@ -93,8 +93,10 @@ def stop_while_writing(words):
 def test_a_directory_that_cannot_be_written_is_one_error(ranks, tmp_path):
     """A model that a killed run was replacing gets its name back."""
     (tmp_path / "hf" / ".step-1.replaced").mkdir(parents=True)
-    words = words_of(tmp_path, Layout(), "--save-hf-interval=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save")
-    (message,) = ranks.run(stop_while_writing, Layout(), words)
+    arguments = words_of(
+        tmp_path, Layout(), "--save-hf-interval=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"
+    )
+    (message,) = ranks.run(stop_while_writing, Layout(), arguments)
     assert "RunError: --save-hf: the model cannot be written to" in message
     assert "No space left on device" in message
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-1"]

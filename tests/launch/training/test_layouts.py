@@ -33,8 +33,8 @@ def start(ranks, tmp_path_factory):
     @functools.cache
     def steps(*more: str, model: str = "llama", layout: Layout = SINGLE):
         load = [f"--load={folder}/{model}", "--finetune"]
-        words = flags(folder, *load, *CUT, *more, *layout.flags(), model=MODELS[model])
-        return ranks.run(train_recorded, layout, words, BATCHES)
+        arguments = flags(folder, *load, *CUT, *more, *layout.flags(), model=MODELS[model])
+        return ranks.run(train_recorded, layout, arguments, BATCHES)
 
     return steps
 

@@ -50,10 +50,10 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, savin
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
     stop = 2 if saving else 1
-    words = [*LIVE, *more.split(), *layout.flags()]
+    arguments = [*LIVE, *more.split(), *layout.flags()]
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", *saving.split()]
     for folder, last, more_files in ((whole, 3, []), (broken, stop, save), (broken, 3, save)):
-        words_of_run = flags(folder, *words, *more_files, f"--train-iters={last}")
+        words_of_run = flags(folder, *arguments, *more_files, f"--train-iters={last}")
         assert set(ranks.run(run_training, layout, words_of_run)) == {None}
     assert iterations(tmp_path / "save") == [stop, 3]
     assert (tmp_path / "save" / TRACKER).read_text() == "3"
@@ -170,12 +170,12 @@ ONE_PASS = ["--grpo-iterations=1"]
     ids=["pp2", "pp2-bypass-packed", "pp2-one-pass", "cp2-bypass-ptl"],
 )
 def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layout, more, off):
-    words = [*SHORT, *more, "--lr=1e-3", "--bad-log-probs=reject_sequence"]
-    found = ranks.run(train_on_rejected, layout, flags(tmp_path, *words, *layout.flags()), off)
-    for same, metrics, moments in found:
+    arguments = [*SHORT, *more, "--lr=1e-3", "--bad-log-probs=reject_sequence"]
+    results = ranks.run(train_on_rejected, layout, flags(tmp_path, *arguments, *layout.flags()), off)
+    for same, metrics, moments in results:
         assert same
         assert moments > 10
-        assert metrics == found[0][1]
+        assert metrics == results[0][1]
         assert metrics["skipped_steps"] == (1 if more == ONE_PASS else 2)
         if "--bypass-mode" in more and off == 20:
             assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
@@ -202,13 +202,13 @@ def train_on_bad_data(words):
     ids=["tp2-cp2", "pp2-one-pass", "pp2-bypass", "cp2-bypass-packed"],
 )
 def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more):
-    found = ranks.run(train_on_bad_data, layout, flags(tmp_path, *SHORT, *more, *layout.flags()))
-    for message, row, position, untouched in found:
+    results = ranks.run(train_on_bad_data, layout, flags(tmp_path, *SHORT, *more, *layout.flags()))
+    for message, row, position, untouched in results:
         # Position t of the correction speaks of token t + 1.
         assert message.startswith(
             f"the rollout log-prob of sample {row}, position {position - 1} is infinite (tokens of"
         )
-        assert message == found[0][0]
+        assert message == results[0][0]
         assert untouched
 
 
@@ -232,38 +232,38 @@ def count_passes(words):
 )
 def test_bypass_mode_and_interpolation_save_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
     layout = Layout(pp=2)
-    words = flags(tmp_path, *SHORT, *layout.flags(), "--grpo-kl-beta=0", *more.split())
-    for before, step in ranks.run(count_passes, layout, words):
+    arguments = flags(tmp_path, *SHORT, *layout.flags(), "--grpo-kl-beta=0", *more.split())
+    for before, step in ranks.run(count_passes, layout, arguments):
         assert before == [True] * forward_only
         assert step == [False]
 
 
 def test_a_signal_in_the_last_step_loses_nothing(ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, "--train-iters=2")
-    assert ranks.run(run_until_signal, Layout(), words, 2) == [True]
-    assert ranks.run(run_until_signal, Layout(), words, 1) == [False]
+    arguments = flags(tmp_path, *LIVE, "--train-iters=2")
+    assert ranks.run(run_until_signal, Layout(), arguments, 2) == [True]
+    assert ranks.run(run_until_signal, Layout(), arguments, 1) == [False]
 
 
 def test_a_resumed_run_says_where_it_goes_on_and_leaves_nothing_where_it_is_refused(ranks, tmp_path):
     layout = Layout(dp=2)
     config = tmp_path / "run" / "config.yaml"
-    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-hf={tmp_path}/hf")
-    (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=1"])
+    arguments = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-hf={tmp_path}/hf")
+    (error, said), _ = ranks.run(said_by_training, layout, [*arguments, "--train-iters=1"])
     assert error is None
     assert "goes on from" not in said
     rest = "tokenizer: one token a character (--from-scratch) · task: count_up · reward: rule of the task · engine: tr"
     assert said.startswith(f"weights: random (--from-scratch) · {rest}ansformers\n")
-    (error, said), _ = ranks.run(said_by_training, layout, [*words, "--train-iters=2"])
+    (error, said), _ = ranks.run(said_by_training, layout, [*arguments, "--train-iters=2"])
     assert error is None
     assert f"goes on from checkpoint 1 of {tmp_path}/save\n" in said
     assert said.startswith(f"weights: checkpoint {tmp_path}/save/iter_0000001 (--load) · {rest}")
     assert f"finished at step 2, saved to {tmp_path}/save, model in {tmp_path}/hf/step-2 after" in said
     before = config.read_text()
     left = sorted(path.name for path in (tmp_path / "run").glob("config*"))
-    past = agreed(ranks.run(run_training, layout, [*words, "--train-iters=1"]))
+    past = agreed(ranks.run(run_training, layout, [*arguments, "--train-iters=1"]))
     assert past.startswith(f"ValueError: --load {tmp_path}/save: checkpoint 2 is already past --train-iters 1: ")
     assert "--finetune" in past
-    (message, _) = ranks.run(run_training, layout, [*words, "--train-iters=3", "--lr=2e-3"])
+    (message, _) = ranks.run(run_training, layout, [*arguments, "--train-iters=3", "--lr=2e-3"])
     assert "--override-opt-param-scheduler to go on with this run's" in message
     assert sorted(path.name for path in (tmp_path / "run").glob("config*")) == left
     assert config.read_text() == before

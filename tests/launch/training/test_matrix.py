@@ -36,8 +36,8 @@ def run(ranks, tmp_path_factory):
     old, new = training_cases.weights()
 
     def run(case, function=training_cases.run_case, *more):
-        words = case.words(folder)
-        return ranks.run(function, case.layout, words, training_cases.make_data(), old, new, *more)
+        arguments = case.words(folder)
+        return ranks.run(function, case.layout, arguments, training_cases.make_data(), old, new, *more)
 
     return run
 
@@ -196,9 +196,9 @@ def assert_budget(everywhere, case):
     """
     for rank in everywhere:
         plan, steps = wanted_calls(rank, case)
-        for wanted, calls in ((plan, rank.plan_calls), *zip(steps, rank.step_calls, strict=True)):
-            assert [call[:2] for call in calls] == [call[1:3] for call in wanted]
-            for (name, _, _, unit), (_, _, numbers) in zip(wanted, calls, strict=True):
+        for expected, calls in ((plan, rank.plan_calls), *zip(steps, rank.step_calls, strict=True)):
+            assert [call[:2] for call in calls] == [call[1:3] for call in expected]
+            for (name, _, _, unit), (_, _, numbers) in zip(expected, calls, strict=True):
                 known = SIZES.setdefault((name, case.objective), numbers / unit)
                 assert numbers == known * unit, f"{name} has {numbers} numbers"
 

@@ -36,8 +36,8 @@ class Case:
 
     def words(self, folder):
         own = training_cases.cut_words(self, *self.objective.words)
-        words = flags(folder, *training_cases.BATCH, *own, model=LLAMA)
-        return [word for word in words if word in own or not word.startswith(("--rollout-", "--grpo-clamp"))]
+        arguments = flags(folder, *training_cases.BATCH, *own, model=LLAMA)
+        return [word for word in arguments if word in own or not word.startswith(("--rollout-", "--grpo-clamp"))]
 
     def __str__(self):
         return training_cases.label(self, self.objective.algorithm + "-bypass" * self.objective.bypass)
@@ -64,16 +64,16 @@ def objective(algorithm, words, low=0.2, high=0.2, bypass=False, **more):
 def weighed(level, criteria, bypass=False, upper=1.4):
     """PPO-clip, in bypass mode REINFORCE, with weights of this level; criteria as (name, lower, upper, words)."""
     names, bounds = (",".join(one[index] for one in criteria) for index in (0, 3))
-    words = [f"--rollout-is={level}", f"--rollout-is-threshold={upper}"]
-    words += [f"--rollout-rs={names}", f"--rollout-rs-threshold={bounds}"]
-    words += (
+    arguments = [f"--rollout-is={level}", f"--rollout-is-threshold={upper}"]
+    arguments += [f"--rollout-rs={names}", f"--rollout-rs-threshold={bounds}"]
+    arguments += (
         ["--bypass-mode", "--loss-type=reinforce"]
         if bypass
         else ["--grpo-clamp-eps-lower=0.2", "--grpo-clamp-eps-upper=0.2"]
     )
     settings = correction_oracle.Settings(level=level, upper=upper, criteria=tuple(tuple(one[:3]) for one in criteria))
     return Objective(
-        (*words, "--grpo-kl-beta=0"), settings, bypass=bypass, algorithm="reinforce" if bypass else "ppo_clip"
+        (*arguments, "--grpo-kl-beta=0"), settings, bypass=bypass, algorithm="reinforce" if bypass else "ppo_clip"
     )
 
 

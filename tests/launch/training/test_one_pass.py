@@ -66,9 +66,9 @@ class Case:
 
     def words(self, folder, *more):
         clip = () if "reinforce" in self.name else ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
-        words = training_cases.cut_words(self, *RUN, *clip, *OBJECTIVES[self.name], *more)
+        arguments = training_cases.cut_words(self, *RUN, *clip, *OBJECTIVES[self.name], *more)
         replaced = ("--rollout-", "--grpo-clamp")
-        return [word for word in flags(folder, model=LLAMA) if not word.startswith(replaced)] + words
+        return [word for word in flags(folder, model=LLAMA) if not word.startswith(replaced)] + arguments
 
 
 PADDED = {"packed": False}
@@ -159,7 +159,7 @@ def step(words, data, old, new):
 
 def compare(cases, data, old, new):
     """What differs between the steps of each case, on this rank."""
-    return [compare_one(words, data, old, new) for words in cases]
+    return [compare_one(arguments, data, old, new) for arguments in cases]
 
 
 def compare_one(words, data, old, new):
@@ -224,8 +224,8 @@ def compare_wrongly(words, data, old, new):
 
 
 def test_a_wrong_factor_is_seen(ranks, tmp_path):
-    words = NORMALISED.words(tmp_path)
-    for wrong, *_ in ranks.run(compare_wrongly, NORMALISED.layout, words, make_data(), *training_cases.weights()):
+    arguments = NORMALISED.words(tmp_path)
+    for wrong, *_ in ranks.run(compare_wrongly, NORMALISED.layout, arguments, make_data(), *training_cases.weights()):
         assert any(name.startswith("gradient") for name in wrong)
         assert "loss/total" in wrong
         assert "weights" not in wrong
@@ -240,8 +240,10 @@ def numbers_of_the_step(words, data, old, new):
 
 def test_the_data_are_not_vacuous_and_gspo_sends_one_sum_a_micro_batch(ranks, tmp_path):
     case = Case(Layout(cp=2), "gspo", packed=False, per_token_loss=False, size=8)
-    words = case.words(tmp_path)
-    for metrics, calls in ranks.run(numbers_of_the_step, case.layout, words, make_data(), *training_cases.weights()):
+    arguments = case.words(tmp_path)
+    for metrics, calls in ranks.run(
+        numbers_of_the_step, case.layout, arguments, make_data(), *training_cases.weights()
+    ):
         assert 0.1 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.9
         assert 0.1 < metrics["rollout_corr/rollout_is_ratio_fraction_high"] < 0.9
         assert metrics["rollout_corr/rollout_rs_masked_fraction_reward_negative"] > 0
@@ -283,10 +285,10 @@ def choice(folder, *more):
 def test_a_pass_that_is_needed_is_made_and_said(tmp_path, more):
     config = choice(tmp_path, *more.split())
     assert not is_one_pass(config)
-    words = scoring_in_words(config)
-    assert words.startswith("a forward-only pass scores each rollout batch: ")
-    assert NEEDED[more] in words
-    assert "\n" not in words
+    arguments = scoring_in_words(config)
+    assert arguments.startswith("a forward-only pass scores each rollout batch: ")
+    assert NEEDED[more] in arguments
+    assert "\n" not in arguments
 
 
 @pytest.mark.parametrize("more", NOT_NEEDED)

@@ -29,16 +29,16 @@ def steps_and_layers(words):
 
 def steps_as_on_one_process(ranks, folder, layout, *model, more=()):
     """What each rank of the layout finds, from the same weights as one process, whose steps it takes."""
-    words = flags(folder, "--optimizer=sgd", *model)
-    ranks.run(save_initial, Layout(), [*words, f"--save={folder}/start"])
-    words += [f"--load={folder}/start", "--finetune"]
-    expected = ranks.run(steps, Layout(), words)[0]
-    found = ranks.run(steps_and_layers, layout, [*words, *layout.flags(), *more])
-    for got, _ in found:
+    arguments = flags(folder, "--optimizer=sgd", *model)
+    ranks.run(save_initial, Layout(), [*arguments, f"--save={folder}/start"])
+    arguments += [f"--load={folder}/start", "--finetune"]
+    expected = ranks.run(steps, Layout(), arguments)[0]
+    results = ranks.run(steps_and_layers, layout, [*arguments, *layout.flags(), *more])
+    for got, _ in results:
         for step, want in zip(got, expected, strict=True):
             assert step["loss/total"] == pytest.approx(want["loss/total"], rel=1e-4)
             assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,8 +63,10 @@ def test_both_passes_agree(ranks, tmp_path, case):
     ids=["first", "both", "layout"],
 )
 def test_uneven_stages_take_the_same_steps(ranks, tmp_path, layout, ends, layers):
-    found = steps_as_on_one_process(ranks, tmp_path, layout, f"--num-layers={sum(map(sum, layers))}", more=ends.split())
-    assert [numbers for _, numbers in found] == layers
+    results = steps_as_on_one_process(
+        ranks, tmp_path, layout, f"--num-layers={sum(map(sum, layers))}", more=ends.split()
+    )
+    assert [numbers for _, numbers in results] == layers
 
 
 ADAM = ["--optimizer=adam", "--lr=1e-3", "--adam-eps=1e-2"]

@@ -39,7 +39,7 @@ def words(folder, files, *more):
 
 def drawn(folder, task):
     """The prompts of every step, as the replicas sampled them."""
-    found = []
+    results = []
     for step, batch in find_rollouts(f"{folder}/rollouts").items():
         parts = [load_rollouts(path) for path in batch]
         assert {int(group) for part in parts for group in part.group_ids} == set(range(4)), step
@@ -48,8 +48,8 @@ def drawn(folder, task):
             for part in parts
             for row, mask in zip(part.tokens, part.response_mask, strict=True)
         ]
-        found.append(shown[::4])
-    return found
+        results.append(shown[::4])
+    return results
 
 
 def test_prompts_are_those_of_their_numbers_through_epochs_and_a_resumption(ranks, tmp_path, files):
@@ -75,21 +75,21 @@ def test_prompts_are_those_of_their_numbers_through_epochs_and_a_resumption(rank
 
 def run_aloud(flags):
     """Train, and give back what was said of checkpoints."""
-    with logged() as said:
+    with logged() as message:
         assert run_training(flags) is None
-    return [line for line in said if "checkpoint" in line]
+    return [line for line in message if "checkpoint" in line]
 
 
 def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files):
     path = tmp_path / "train.jsonl"
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--eval-interval=9", "--eval-samples=1"]
-    said = []
+    message = []
     for iterations, changed in enumerate((None, tmp_path / "test.jsonl", path), 1):
         if changed:
             changed.write_text(changed.read_text() + '\n{"prompt": "0 0 ", "label": 1}')
-        said.append(ranks.run(run_aloud, LAYOUT, words(tmp_path, files, *save, f"--train-iters={iterations}"))[0])
-    assert said[0] == []
-    for step, lines in enumerate(said[1:], start=1):
+        message.append(ranks.run(run_aloud, LAYOUT, words(tmp_path, files, *save, f"--train-iters={iterations}"))[0])
+    assert message[0] == []
+    for step, lines in enumerate(message[1:], start=1):
         (line,) = lines
         assert f"--prompt-data or --eval-data are not those of checkpoint {step}: " in line
 
@@ -101,9 +101,9 @@ def test_another_seed_of_a_task_is_said(tmp_path, caplog, seed, lines):
     (folder / SETTINGS).write_text(json.dumps({"training": {"seed": 1}}))
     config = run_config([*flags(tmp_path, f"--load={tmp_path}", f"--seed={seed}", "--train-iters=5")])
     warn_of_other_data(config, 3)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == lines
-    assert not lines or re.match("--seed 2 .* checkpoint 3, which is 1: ", said[0])
+    message = [record.getMessage() for record in caplog.records]
+    assert len(message) == lines
+    assert not lines or re.match("--seed 2 .* checkpoint 3, which is 1: ", message[0])
 
 
 def run_with_own_file(paths, folder):

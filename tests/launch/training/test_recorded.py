@@ -24,8 +24,8 @@ def test_recorded_rollouts_of_other_dtypes_reach_every_rank(ranks, tmp_path, rec
     batch = load_rollouts(record)
     kinds = {torch.int64: torch.int32, torch.int32: torch.int16, torch.float32: torch.float64}
     save_rollouts(replace(batch, **{n: v.to(kinds.get(v.dtype, v.dtype)) for n, v in batch.tensors().items()}), record)
-    words = flags(tmp_path, *LIVE, "--train-iters=1", f"--load-rollouts={record.parent}")
-    assert set(ranks.run(run_training, Layout(pp=2), [*words, *Layout(pp=2).flags()])) == {None}
+    arguments = flags(tmp_path, *LIVE, "--train-iters=1", f"--load-rollouts={record.parent}")
+    assert set(ranks.run(run_training, Layout(pp=2), [*arguments, *Layout(pp=2).flags()])) == {None}
     (row,) = rows(tmp_path)
     assert row["rollout/tokens"] == int(batch.response_mask.sum())
     assert row["reward/mean"] == pytest.approx(float(batch.rewards.mean()))
@@ -33,9 +33,9 @@ def test_recorded_rollouts_of_other_dtypes_reach_every_rank(ranks, tmp_path, rec
 
 def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path, record):
     def refuse(message, *more):
-        words = flags(tmp_path, *LIVE, f"--load-rollouts={record.parent}", "--train-iters=1", *more)
+        arguments = flags(tmp_path, *LIVE, f"--load-rollouts={record.parent}", "--train-iters=1", *more)
         with pytest.raises(RankFailure, match=message):
-            ranks.run(run_training, Layout(), words)
+            ranks.run(run_training, Layout(), arguments)
 
     refuse("16 sequences, the flags ask for 32", "--grpo-prompts-per-step=8")
     refuse("--seq-length 8 is too short: sample ", "--seq-length=8", "--max-response-length=4")

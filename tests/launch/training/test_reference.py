@@ -17,7 +17,7 @@ KL = ["--grpo-kl-beta=0.1", "--kl-estimator=k2"]
 
 def batches(trainer, numbers):
     """Two optimizer steps on each recorded batch: metrics, and whether the reference is what it was before."""
-    found = []
+    results = []
     for number in numbers:
         before = weights_of(trainer.reference.chunks)
         policy = weights_of(trainer.chunks)
@@ -25,26 +25,28 @@ def batches(trainer, numbers):
         now = weights_of(trainer.reference.chunks)
         kind = "kept" if equal(now, before) else "the policy" if equal(now, policy) else "other"
         assert equal(weights_of(trainer.chunks), policy), "the policy has its own weights again"
-        found += [(kind, trainer.update(prepared, 0)) for _ in range(2)]
-    return found
+        results += [(kind, trainer.update(prepared, 0)) for _ in range(2)]
+    return results
 
 
 def refreshed(words, numbers):
     trainer = make_trainer(words)
-    found = batches(trainer, numbers)
+    results = batches(trainer, numbers)
     if trainer.config.checkpoints.save:
         trainer.save()
-    return found
+    return results
 
 
 def test_it_follows_the_policy_by_steps_and_over_a_restart(ranks, tmp_path):
     """Two steps a batch: at an interval of four, the third batch is compared with the policy before it."""
     layout = Layout(dp=2)
     more = ["--num-layers=2", "--bf16", "--use-distributed-optimizer"]
-    words = flags(tmp_path, *KL, *layout.flags(), *more, "--lr=1e-3", "--ref-update-interval=4")
+    arguments = flags(tmp_path, *KL, *layout.flags(), *more, "--lr=1e-3", "--ref-update-interval=4")
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    whole = ranks.run(refreshed, layout, words, range(4))
-    parts = zip(*(ranks.run(refreshed, layout, [*words, *save], numbers) for numbers in ([0, 1, 2], [3])), strict=True)
+    whole = ranks.run(refreshed, layout, arguments, range(4))
+    parts = zip(
+        *(ranks.run(refreshed, layout, [*arguments, *save], numbers) for numbers in ([0, 1, 2], [3])), strict=True
+    )
     for straight, broken in zip(whole, parts, strict=True):
         assert [kind for kind, _ in straight] == ["kept"] * 4 + ["the policy"] * 2 + ["kept"] * 2
         assert [step for part in broken for step in part] == straight, "to the last digit"
@@ -58,10 +60,10 @@ def own_directory(words, more):
     from megatron_rc.launch.weights.converter import export_model
 
     trainer = make_trainer([*words, *more])
-    found = []
+    results = []
     with trainer.reference.in_place_of(trainer.chunks):
-        found.append(dict(export_model(trainer.chunks, trainer.config, trainer.groups)))
-    return [*found, dict(export_model(trainer.chunks, trainer.config, trainer.groups))]
+        results.append(dict(export_model(trainer.chunks, trainer.config, trainer.groups)))
+    return [*results, dict(export_model(trainer.chunks, trainer.config, trainer.groups))]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +84,8 @@ def test_it_has_a_directory_of_its_own(ranks, tmp_path, published):
     ranks.run(save_initial, saved, [*words_of(published[1], saved), f"--save={tmp_path}/other"])
     policy, other = (load_file(folder / "model.safetensors") for folder in published)
     for own in (f"--ref-load-hf={published[1]}", f"--ref-load={tmp_path}/other"):
-        found = ranks.run(own_directory, layout, words_of(published[0], layout), [*KL, own])
-        for got, want in zip(found[0], (other, policy), strict=True):
+        results = ranks.run(own_directory, layout, words_of(published[0], layout), [*KL, own])
+        for got, want in zip(results[0], (other, policy), strict=True):
             assert got.keys() == want.keys()
             assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
@@ -91,33 +93,33 @@ def test_it_has_a_directory_of_its_own(ranks, tmp_path, published):
 def test_finetuning_compares_with_the_weights_it_starts_from_or_with_the_other_ones(ranks, tmp_path, published):
     start = published[0]
     layout = Layout()
-    words = words_of(start, layout, *KL)
-    ranks.run(refreshed, layout, [*words, f"--save={tmp_path}/save", "--lr=1e-3"], [0])
-    words += [f"--load={tmp_path}/save", "--finetune"]
+    arguments = words_of(start, layout, *KL)
+    ranks.run(refreshed, layout, [*arguments, f"--save={tmp_path}/save", "--lr=1e-3"], [0])
+    arguments += [f"--load={tmp_path}/save", "--finetune"]
     for own, distant in (([], False), ([f"--ref-load-hf={published[1]}"], True)):
-        ((_, first), *_) = ranks.run(refreshed, layout, [*words, *own], [0])[0]
+        ((_, first), *_) = ranks.run(refreshed, layout, [*arguments, *own], [0])[0]
         assert (first["policy/reference_kl"] > 0) == distant
 
 
 def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published):
-    words = words_of(published[0], Layout(dp=2), *KL, "--rollout-engine=transformers", "--train-iters=2")
-    ranks.run(refreshed, Layout(dp=2), [*words, f"--save={tmp_path}/save"], [0])
-    said = agreed(
-        ranks.run(run_training, Layout(dp=2), [*words, f"--load={tmp_path}/save", f"--ref-load-hf={published[1]}"])
+    arguments = words_of(published[0], Layout(dp=2), *KL, "--rollout-engine=transformers", "--train-iters=2")
+    ranks.run(refreshed, Layout(dp=2), [*arguments, f"--save={tmp_path}/save"], [0])
+    message = agreed(
+        ranks.run(run_training, Layout(dp=2), [*arguments, f"--load={tmp_path}/save", f"--ref-load-hf={published[1]}"])
     )
-    assert f"--ref-load-hf {published[1]} would do nothing; drop it, or give --finetune" in said
-    said = agreed(ranks.run(run_training, Layout(dp=2), [*words, f"--ref-load={tmp_path}"]))
-    assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said
+    assert f"--ref-load-hf {published[1]} would do nothing; drop it, or give --finetune" in message
+    message = agreed(ranks.run(run_training, Layout(dp=2), [*arguments, f"--ref-load={tmp_path}"]))
+    assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in message
 
 
 def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_path):
-    words = flags(tmp_path, *KL)
-    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
+    arguments = flags(tmp_path, *KL)
+    ranks.run(save_initial, Layout(), [*arguments, f"--save={tmp_path}/save"])
     for load in (["--ref-load"], ["--load"], ["--finetune", "--load"]):
         words_of_load = [*load[:-1], f"{load[-1]}={tmp_path}/save"]
-        (said,) = ranks.run(refusal, Layout(), [*words, "--norm-epsilon=1e-3", *words_of_load])
-        assert f"{load[-1]} {tmp_path}/save: checkpoint 0 is of another architecture than" in said
-        assert "the policy (--norm-epsilon 0.001; it was written with 1e-05" in said
+        (message,) = ranks.run(refusal, Layout(), [*arguments, "--norm-epsilon=1e-3", *words_of_load])
+        assert f"{load[-1]} {tmp_path}/save: checkpoint 0 is of another architecture than" in message
+        assert "the policy (--norm-epsilon 0.001; it was written with 1e-05" in message
 
 
 def bytes_while_it_is_compared(words):

@@ -14,9 +14,9 @@ RUN += ["--rollout-check-tolerance=5"]
 
 
 def last_rows(ranks, folder, layout, *more):
-    words = flags(folder, *RUN, *more, *layout.flags(), model=QWEN3_MOE)
-    words = [word for word in words if not word.startswith("--rollout-rs-threshold")]
-    assert set(ranks.run(run_training, layout, words)) == {None}
+    arguments = flags(folder, *RUN, *more, *layout.flags(), model=QWEN3_MOE)
+    arguments = [word for word in arguments if not word.startswith("--rollout-rs-threshold")]
+    assert set(ranks.run(run_training, layout, arguments)) == {None}
     return rows(folder)
 
 
@@ -31,8 +31,8 @@ def last_rows(ranks, folder, layout, *more):
 )
 def test_replay_takes_a_rounded_engines_choices(ranks, tmp_path, layout, more):
     """With fp8 weights in the engine, the routers would choose otherwise, and k3 is larger without replay."""
-    found = last_rows(ranks, tmp_path, layout, *REPLAY, *more, "--rollout-dtype=fp8-e4m3")
-    for row in found:
+    results = last_rows(ranks, tmp_path, layout, *REPLAY, *more, "--rollout-dtype=fp8-e4m3")
+    for row in results:
         assert 0.005 < row["routing/differing"] < 0.5
         assert row["routing/unknown"] == 0
         assert row["routing/k3"] < row["routing/k3_without"]

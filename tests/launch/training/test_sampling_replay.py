@@ -13,9 +13,9 @@ NUCLEUS = ["--rollout-top-p=0.8", "--rollout-top-k=20"]
 
 def outcome(ranks, folder, layout, *more):
     """(the run's only error or None, its metrics)."""
-    words = flags(folder, *RUN, *more, *layout.flags())
-    words = [word for word in words if not word.startswith("--rollout-rs-threshold")]
-    (error,) = set(ranks.run(run_training, layout, words))
+    arguments = flags(folder, *RUN, *more, *layout.flags())
+    arguments = [word for word in arguments if not word.startswith("--rollout-rs-threshold")]
+    (error,) = set(ranks.run(run_training, layout, arguments))
     return error, [] if error else rows(folder)
 
 
@@ -30,10 +30,10 @@ def outcome(ranks, folder, layout, *more):
     ids=str,
 )
 def test_equal_weights_give_equal_log_probs(ranks, tmp_path, layout, more):
-    error, found = outcome(ranks, tmp_path, layout, *NUCLEUS, *more)
+    error, results = outcome(ranks, tmp_path, layout, *NUCLEUS, *more)
     assert error is None
-    assert len(found) == 2
-    for row in found:
+    assert len(results) == 2
+    for row in results:
         assert row["rollout_corr/k3_kl"] < 1e-7
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4)
         assert row["rollout/sync_error"] < 1e-4
@@ -45,9 +45,9 @@ def test_without_replay_the_check_of_the_engine_fails(ranks, tmp_path):
     error, _ = outcome(ranks, tmp_path / "stopped", Layout(), *NUCLEUS, "--allow-truncated-sampling")
     assert "the rollout engine and the trainer disagree by" in error
     wide = ["--allow-truncated-sampling", "--rollout-check-tolerance=5"]
-    error, found = outcome(ranks, tmp_path / "run", Layout(), *NUCLEUS, *wide)
+    error, results = outcome(ranks, tmp_path / "run", Layout(), *NUCLEUS, *wide)
     assert error is None
-    assert all(0.6 < row["rollout_corr/rollout_is_mean"] < 0.97 for row in found)
+    assert all(0.6 < row["rollout_corr/rollout_is_mean"] < 0.97 for row in results)
 
 
 def test_recorded_supports_train_as_the_sampled_ones_did(ranks, tmp_path):

@@ -23,8 +23,8 @@ def records(folder):
 
 
 def train(ranks, folder, layout, *more):
-    words = flags(folder, *LIVE, *EXACT, *layout.flags(), f"--save-rollouts={folder}/records", *more)
-    assert set(ranks.run(run_training, layout, words)) == {None}
+    arguments = flags(folder, *LIVE, *EXACT, *layout.flags(), f"--save-rollouts={folder}/records", *more)
+    assert set(ranks.run(run_training, layout, arguments)) == {None}
     batch, first = records(folder / "records")
     batch.validate()
     return batch, first
@@ -70,8 +70,8 @@ def test_bypass_mode_has_no_old_policy(ranks, tmp_path):
 
 
 def test_a_step_that_was_left_out_has_none(ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, *EXACT, *TWO_STEPS, f"--save-rollouts={tmp_path}/records", "--bad-steps=skip")
-    assert ranks.run(train_with_a_bad_step, Layout(), words) == [None]
+    arguments = flags(tmp_path, *LIVE, *EXACT, *TWO_STEPS, f"--save-rollouts={tmp_path}/records", "--bad-steps=skip")
+    assert ranks.run(train_with_a_bad_step, Layout(), arguments) == [None]
     batch, first = records(tmp_path / "records")
     unscored = batch.log_probs.isnan()
     assert not (unscored & batch.response_mask)[first].any()
@@ -95,8 +95,8 @@ def train_with_a_bad_step(words):
 
 
 def test_a_record_that_is_gone_is_one_sentence(ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, *EXACT, f"--save-rollouts={tmp_path}/records")
-    (message,) = ranks.run(train_without_records, Layout(), words)
+    arguments = flags(tmp_path, *LIVE, *EXACT, f"--save-rollouts={tmp_path}/records")
+    (message,) = ranks.run(train_without_records, Layout(), arguments)
     assert message.startswith("RunError: --save-log-probs: ")
     assert "replica-0000.safetensors is missing: expected a file of rollouts" in message
 
@@ -109,12 +109,12 @@ def train_without_records(words):
 
 
 def test_the_flag_needs_the_last_step_on_a_batch(tmp_path, caplog):
-    words = [f"--save-rollouts={tmp_path}/records", "--save-log-probs", "--grpo-iterations=3"]
-    config = run_config(flags(tmp_path, *words, "--train-iters=100"))
+    arguments = [f"--save-rollouts={tmp_path}/records", "--save-log-probs", "--grpo-iterations=3"]
+    config = run_config(flags(tmp_path, *arguments, "--train-iters=100"))
     steps = config.updates_per_rollout
-    assert run_config(flags(tmp_path, *words, f"--train-iters={steps}")).rollouts.save_log_probs
+    assert run_config(flags(tmp_path, *arguments, f"--train-iters={steps}")).rollouts.save_log_probs
     assert not caplog.text
 
-    fewer = run_config(flags(tmp_path, *words, f"--train-iters={steps - 1}"))
+    fewer = run_config(flags(tmp_path, *arguments, f"--train-iters={steps - 1}"))
     assert not fewer.rollouts.save_log_probs
     assert "--save-log-probs (needs --train-iters of a whole rollout batch)" in caplog.text

@@ -97,11 +97,23 @@ def is_accepted(log_ratios, low=LOW, high=HIGH):
 def test_each_response_of_a_run_ends_in_one_place(ranks, tmp_path, layout, more, bounds):
     for index in range(2):
         write_rollouts(recorded(index), tmp_path / "given", 2 * index, 0)
-    words = [*LIVE, *layout.flags(), "--global-batch-size=8", "--micro-batch-size=4", "--train-iters=4", "--lr=1e-3"]
-    words += ["--bad-steps=skip", "--overlong=mask", "--rollout-is-threshold=1.5", "--rollout-rs=token_k1,seq_mean_k3"]
-    words += [f"--rollout-rs-threshold={LOW}_{HIGH},{LIMIT}", f"--load-rollouts={tmp_path}/given"]
-    words += ["--grpo-entropy-term-weight=0.1"]
-    results = ranks.run(train, layout, flags(tmp_path, *words, *more))
+    arguments = [
+        *LIVE,
+        *layout.flags(),
+        "--global-batch-size=8",
+        "--micro-batch-size=4",
+        "--train-iters=4",
+        "--lr=1e-3",
+    ]
+    arguments += [
+        "--bad-steps=skip",
+        "--overlong=mask",
+        "--rollout-is-threshold=1.5",
+        "--rollout-rs=token_k1,seq_mean_k3",
+    ]
+    arguments += [f"--rollout-rs-threshold={LOW}_{HIGH},{LIMIT}", f"--load-rollouts={tmp_path}/given"]
+    arguments += ["--grpo-entropy-term-weight=0.1"]
+    results = ranks.run(train, layout, flags(tmp_path, *arguments, *more))
     reported = agreed([rows_of_rank for rows_of_rank, _ in results])
     log_ratios = defaultdict(list)
     for step, sample, value in itertools.chain.from_iterable(of_rank for _, of_rank in results):
@@ -146,8 +158,8 @@ def test_each_response_of_a_run_ends_in_one_place(ranks, tmp_path, layout, more,
 )
 def test_a_step_without_an_accepted_token_rejects_its_responses(ranks, tmp_path, rule):
     write_rollouts(recorded(0), tmp_path / "given", 0, 0)
-    words = [*LIVE, "--train-iters=1", f"--load-rollouts={tmp_path}/given", "--max-skipped-steps=9"]
-    ranks.run(run_training, Layout(), flags(tmp_path, *words, *rule))
+    arguments = [*LIVE, "--train-iters=1", f"--load-rollouts={tmp_path}/given", "--max-skipped-steps=9"]
+    ranks.run(run_training, Layout(), flags(tmp_path, *arguments, *rule))
     (row,) = rows(tmp_path)
     ends = [row[f"selection/{name}"] for name in ("started", "bad", "rejected", "skipped", "trained")]
     assert ends == [16, 1, 15, 0, 0]

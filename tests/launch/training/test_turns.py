@@ -19,8 +19,8 @@ EXPERTS += ["--moe-routing-replay-check-interval=1"]
 
 
 def trained(ranks, folder, layout, *more, model=LLAMA):
-    words = flags(folder, *RUN, *more, *layout.flags(), model=model)
-    return agreed(ranks.run(run_training, layout, words)), rows(folder)
+    arguments = flags(folder, *RUN, *more, *layout.flags(), model=model)
+    return agreed(ranks.run(run_training, layout, arguments)), rows(folder)
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def trained(ranks, folder, layout, *more, model=LLAMA):
 )
 def test_equal_weights_give_equal_log_probs(ranks, tmp_path, layout, more):
     record = f"--save-rollouts={tmp_path}/records"
-    error, found = trained(ranks, tmp_path, layout, *more, record)
+    error, results = trained(ranks, tmp_path, layout, *more, record)
     assert error is None
     batch = RolloutBatch.concatenate([load_rollouts(path) for path in find_rollouts(tmp_path / "records")[0]])
     turns = batch.turn_ids
     assert turns.max() >= 1
     assert not batch.response_mask[turns.cummax(dim=1).values > turns].any(), "observations stand between turns"
-    first, second = found
+    first, second = results
     assert first["rollout/turns"] == (turns.amax(dim=1) + 1).float().mean()
     for turn in range(int(turns.max()) + 1):
         share = float((turns == turn).sum() / (turns >= 0).sum())
@@ -58,14 +58,14 @@ def test_recorded_turns_train_alike_in_every_layout(ranks, tmp_path):
     load = f"--load-rollouts={tmp_path}/records"
     trained(ranks, tmp_path / "first", Layout(), record, "--rollout-dtype=fp8-e4m3")
     only = ["--max-turns", "--reply", "--rollout-dtype", "--reward", "--run-name"]
-    found = []
+    results = []
     for layout in (Layout(), Layout(cp=2, tp=2)):
-        words = [word for word in RUN if not word.startswith(tuple(only))]
-        words += ["--run-name=run", "--rollout-rs-threshold=5e-3", load, *layout.flags()]
-        words += ["--rl-use-sequence-packing"] * (layout.cp > 1)
-        assert agreed(ranks.run(run_training, layout, flags(tmp_path / str(layout), *words))) is None
-        found.append(rows(tmp_path / str(layout)))
-    for one, other in zip(*found, strict=True):
+        arguments = [word for word in RUN if not word.startswith(tuple(only))]
+        arguments += ["--run-name=run", "--rollout-rs-threshold=5e-3", load, *layout.flags()]
+        arguments += ["--rl-use-sequence-packing"] * (layout.cp > 1)
+        assert agreed(ranks.run(run_training, layout, flags(tmp_path / str(layout), *arguments))) is None
+        results.append(rows(tmp_path / str(layout)))
+    for one, other in zip(*results, strict=True):
         assert 0 < one["rollout_corr/rollout_rs_turn_mean_k3_masked_fraction"] < 1
         for name in ("grad_norm", "rollout/turns", *(name for name in one if name.startswith("rollout_corr/"))):
             # χ² is a mean of squares near 1, minus 1: it has the error of that mean.
@@ -76,9 +76,9 @@ def test_recorded_turns_train_alike_in_every_layout(ranks, tmp_path):
 def test_a_reply_that_dies_costs_its_sample_on_all_ranks(ranks, tmp_path):
     layout = Layout(dp=2)
     more = ["--reply=python:tests.support.user_replies:dies_of_two", "--reward-timeout=20"]
-    error, found = trained(ranks, tmp_path, layout, *more)
+    error, results = trained(ranks, tmp_path, layout, *more)
     assert error is None
     lines = [json.loads(line) for line in (tmp_path / "run" / "reward-errors.jsonl").read_text().splitlines()]
-    assert found[0]["reward/errors"] == sum(line["step"] == 0 for line in lines) > 0
+    assert results[0]["reward/errors"] == sum(line["step"] == 0 for line in lines) > 0
     assert {line["error"] for line in lines} <= {"raised SystemExit: 4", "ended its process with exit code 3"}
-    assert all(row["grad_norm"] > 0 for row in found)
+    assert all(row["grad_norm"] > 0 for row in results)

@@ -19,10 +19,10 @@ from tests.support.recorded_training import flags, run_config
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The ``config.json`` of each model."""
-    found = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    results = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, config in MODELS.items():
-        config.save_pretrained(found[name])
-    return found
+        config.save_pretrained(results[name])
+    return results
 
 
 # Model, flag, and how the sentence names both sides.
@@ -198,9 +198,9 @@ def test_a_share_of_rotated_width_is_read_from_either_form(folders, tmp_path, ca
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_embeddings_is_named(folders, tmp_path):
     CharacterText("".join(map(chr, range(32, 127)))).save(tmp_path)
-    words = [word for word in words_of(folders["llama"], Layout()) if not word.startswith("--tokenizer-type")]
+    arguments = [word for word in words_of(folders["llama"], Layout()) if not word.startswith("--tokenizer-type")]
     with pytest.raises(ConfigurationError, match=r"--load-hf \S+: the model has 30 embeddings .*98.*--tokenizer-model"):
-        run_config([*words, f"--tokenizer-model={tmp_path}"])
+        run_config([*arguments, f"--tokenizer-model={tmp_path}"])
     with pytest.raises(ConfigurationError, match="--vocab-size 5 is smaller than the tokenizer's 13"):
         run_config([*flags(tmp_path), "--vocab-size=5"])
 
@@ -239,12 +239,12 @@ def test_what_is_read_is_what_is_written(folders, tmp_path, name):
     """Every setting of ``config.json`` that changes what is computed comes back."""
     config = run_config(words_of(folders[name], Layout()))
     written = find_family(config).hugging_face_config(config).to_dict()
-    wanted = transformers.AutoConfig.from_pretrained(folders[name]).to_dict()
+    expected = transformers.AutoConfig.from_pretrained(folders[name]).to_dict()
     apart = {"architectures", "dtype", "transformers_version", "_name_or_path", "initializer_range", "n_inner"}
     apart |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "num_experts", "head_dim"}
     apart |= {"scoring_func", "topk_method", "moe_layer_freq"}  # published, but not known to transformers
-    for key in (wanted.keys() | written.keys()) - apart:
-        assert written.get(key) == wanted.get(key), key
+    for key in (expected.keys() | written.keys()) - apart:
+        assert written.get(key) == expected.get(key), key
 
 
 def test_kimi_k2_is_read_as_deepseeks_layers(folders, tmp_path):
@@ -296,8 +296,8 @@ WINDOWS = [
 @pytest.mark.parametrize(("kinds", "expected"), WINDOWS)
 def test_layers_with_a_window_are_read_and_written(folders, tmp_path, kinds, expected):
     folder = changed(folders["gpt_oss"], tmp_path, {"layer_types": kinds})
-    words = {name: word for name, word in read_architecture(folder).items() if "window" in name}
-    assert words == expected
+    arguments = {name: word for name, word in read_architecture(folder).items() if "window" in name}
+    assert arguments == expected
     config = run_config(words_of(folder, Layout()))
     written = find_family(config).hugging_face_config(config)
     assert written.layer_types == kinds
@@ -306,8 +306,8 @@ def test_layers_with_a_window_are_read_and_written(folders, tmp_path, kinds, exp
 
 
 def test_a_model_of_two_families_is_what_is_asked_for(folders):
-    words = words_of(folders["llama"], Layout())
-    assert find_family(run_config(words)).name == "llama"
+    arguments = words_of(folders["llama"], Layout())
+    assert find_family(run_config(arguments)).name == "llama"
     plain = flags(folders["llama"] / "runs")
     assert find_family(run_config([*plain, "--hf-model-type=mistral"])).name == "mistral"
     with pytest.raises(ConfigurationError, match=r"--hf-model-type qwen3 .*llama or mistral"):

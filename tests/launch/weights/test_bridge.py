@@ -37,8 +37,8 @@ def installed(monkeypatch):
 
 
 def check(tmp_path, *more, model=LLAMA, engine=True):
-    words = flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model)
-    return run_config(words, 1 + (PP2 in more), engine=engine)
+    arguments = flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model)
+    return run_config(arguments, 1 + (PP2 in more), engine=engine)
 
 
 def chosen(tmp_path, *more, model=LLAMA):
@@ -135,11 +135,11 @@ def through_the_library(words):
             for parameter in chunk.parameters():
                 parameter.zero_()
     bridge_load(chunks, trainer.config, trainer.config.checkpoints.load_hf)
-    found = list(bridge_export(chunks, trainer.config, trainer.groups))
+    results = list(bridge_export(chunks, trainer.config, trainer.groups))
     own = {weight.data_ptr() for chunk in trainer.chunks for weight in chunk.parameters()}
-    assert not any(tensor.requires_grad or tensor.data_ptr() in own for _, tensor in found)
-    assert len(dict(found)) == len(found), "the library gives tied embeddings twice"
-    return dict(found)
+    assert not any(tensor.requires_grad or tensor.data_ptr() in own for _, tensor in results)
+    assert len(dict(results)) == len(results), "the library gives tied embeddings twice"
+    return dict(results)
 
 
 # Tied Qwens alone: in one process the library takes an untied one that follows a tied one for tied.
@@ -150,11 +150,11 @@ CONVERTED += [("llama3", Layout()), ("llama3", Layout(tp=2, sp=True))]
 
 @pytest.mark.parametrize(("name", "layout"), sorted(CONVERTED, key=lambda case: str(case[1])), ids=str)
 def test_the_library_itself_gives_every_bit_back(ranks, tmp_path, name, layout):
-    words = words_of(save_random(REAL[name], tmp_path, 2), layout)
-    (found,) = [weights for weights in ranks.run(through_the_library, layout, words) if weights]
+    arguments = words_of(save_random(REAL[name], tmp_path, 2), layout)
+    (results,) = [weights for weights in ranks.run(through_the_library, layout, arguments) if weights]
     expected = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert results.keys() == expected.keys()
+    assert all(torch.equal(results[key], value) for key, value in expected.items())
 
 
 def load_otherwise(words, name, value, message):

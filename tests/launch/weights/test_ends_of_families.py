@@ -21,8 +21,8 @@ def test_a_run_ends_responses_as_published_and_exports_what_it_read(tmp_path, na
     source.mkdir()
     described = write_published(source, name)
     tokens = TOKENS[name]
-    words = [*COMMON, f"--load-hf={source}", f"--runs-dir={tmp_path}/runs", "--apply-chat-template"]
-    config, task = configure([*words, "--micro-batch-size=8", "--seq-length=128"], 1)
+    arguments = [*COMMON, f"--load-hf={source}", f"--runs-dir={tmp_path}/runs", "--apply-chat-template"]
+    config, task = configure([*arguments, "--micro-batch-size=8", "--seq-length=128"], 1)
     text = task.text
 
     # The ends are the tokenizer's, and those of both files.

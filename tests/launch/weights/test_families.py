@@ -55,11 +55,11 @@ def test_what_is_never_written_is_the_default_of_transformers(family):
 
 def words_of_row(words):
     """The flags of a row of docs/models.md, with those of the row that it builds on."""
-    found = re.findall("`(--[^`]+)`", words)[0].split()
+    results = re.findall("`(--[^`]+)`", words)[0].split()
     for base, model in BASES.items():
         if words.startswith(base):
-            found = [*words_of_row({name: rest for name, _, rest in ROWS}[model]), *found]
-    return found
+            results = [*words_of_row({name: rest for name, _, rest in ROWS}[model]), *results]
+    return results
 
 
 @pytest.mark.parametrize(("model", "name", "words"), ROWS, ids=lambda row: row.split()[0])

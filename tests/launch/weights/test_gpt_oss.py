@@ -47,9 +47,9 @@ def published(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, ep=2, dp=2)], ids=str)
 def test_experts_in_mxfp4_are_read_as_transformers_reads_them(ranks, published, layout):
-    words = [*words_of(published, layout), "--bf16"]
-    found = ranks.run(load_and_export, layout, words)
-    weights = next(weights for _, weights, _, _ in found if weights)
+    arguments = [*words_of(published, layout), "--bf16"]
+    results = ranks.run(load_and_export, layout, arguments)
+    weights = next(weights for _, weights, _, _ in results if weights)
     quantization = transformers.Mxfp4Config(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(published, quantization_config=quantization)
     expected = model.state_dict()
@@ -73,13 +73,13 @@ def test_experts_with_biases_are_not_split(published):
 
 
 def test_ranks_that_hold_some_experts_do_not_send_them_alone(published):
-    words = [
+    arguments = [
         *words_of(published, Layout(dp=2, ep=2)),
         "--rollout-engine=vllm-server",
         "--rollout-url=http://a http://b",
     ]
     with pytest.raises(ConfigurationError, match="--rollout-weight-transfer gloo with --expert-model-parallel-size 2"):
-        run_config([*words, "--rollout-weight-transfer=gloo"], world_size=2)
+        run_config([*arguments, "--rollout-weight-transfer=gloo"], world_size=2)
 
 
 def test_stacked_experts_are_rounded_row_by_row():
@@ -96,10 +96,10 @@ def test_a_run_learns_from_the_default_engine(ranks, tmp_path):
     """In float32 the engine's policy is the trainer's at every step; the checkpoint is the exported model."""
     folder = save_random(transformers.GptOssConfig(**GPT_OSS | {"vocab_size": 103}), tmp_path / "model", 3)
     layout = Layout(tp=2, sp=True, etp=1)
-    words = [*words_of(folder, layout), *LIVE, "--num-layers=4", f"--runs-dir={tmp_path}", "--train-iters=2"]
-    words += ["--rl-use-sequence-packing", "--rollout-dtype=fp32", "--moe-enable-routing-replay"]
-    words += [f"--save={tmp_path}/checkpoints", f"--save-hf={tmp_path}/hf"]
-    assert set(ranks.run(run_training, layout, words)) == {None}
+    arguments = [*words_of(folder, layout), *LIVE, "--num-layers=4", f"--runs-dir={tmp_path}", "--train-iters=2"]
+    arguments += ["--rl-use-sequence-packing", "--rollout-dtype=fp32", "--moe-enable-routing-replay"]
+    arguments += [f"--save={tmp_path}/checkpoints", f"--save-hf={tmp_path}/hf"]
+    assert set(ranks.run(run_training, layout, arguments)) == {None}
     steps = rows(tmp_path)
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["rollout_corr/k3_kl"] < 1e-9 for row in steps)

@@ -110,15 +110,15 @@ def test_weights_come_and_go(ranks, folder, tmp_path, layout):
     other = changed(folder, tmp_path, OTHER)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.layers.4.mtp.weight": torch.ones(2)}, other / "model.safetensors")
-    found = ranks.run(through_the_bridge, layout, [*words_of(folder, layout), *UNPADDED], other)
+    results = ranks.run(through_the_bridge, layout, [*words_of(folder, layout), *UNPADDED], other)
     with torch.no_grad():
         expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(recorded_batch(0).tokens).logits
-    logits = torch.cat([shard for shard, _ in found], dim=-1)[..., : GATED["vocab_size"]]
+    logits = torch.cat([shard for shard, _ in results], dim=-1)[..., : GATED["vocab_size"]]
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
-    exported = found[0][1]
+    exported = results[0][1]
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
-    assert all(not other_rank for _, other_rank in found[1:])
+    assert all(not other_rank for _, other_rank in results[1:])
 
 
 def load_partial(words, folder):

@@ -34,12 +34,12 @@ class Allocated(LiveBytes):
 
 def most_alive(function, tries=3):
     """The least of three tries: gloo's threads let go of a tensor a moment later than its sender."""
-    found = []
+    results = []
     for _ in range(tries):
         with Allocated() as live:
             function()
-        found.append(live.peak)
-    return min(found)
+        results.append(live.peak)
+    return min(results)
 
 
 def sizes(config):
@@ -86,11 +86,11 @@ def weigh(words):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    found = {}
+    results = {}
     for name, config in MODELS.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
-    return found
+        results[name] = tmp_path_factory.mktemp(name)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(results[name])
+    return results
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def folders(tmp_path_factory):
     ids=str,
 )
 def test_weights_pass_one_layer_at_a_time(ranks, folders, name, layout):
-    found = ranks.run(weigh, layout, words_of(folders[name], layout))
-    for model, unit, out, back, _ in found:
+    results = ranks.run(weigh, layout, words_of(folders[name], layout))
+    for model, unit, out, back, _ in results:
         assert model > 4 * unit
         assert out <= LIMITS[name] * unit
         assert back <= LIMITS[name] * unit
-    model, unit, out, back, kept = found[0]
+    model, unit, out, back, kept = results[0]
     assert min(out, back) > 0.3 * unit, "nothing was counted"
     assert kept >= model, "a receiver that keeps what it gets is seen"

@@ -69,11 +69,11 @@ CASES += [pytest.param(*case, marks=needs_hybrid) for case in HYBRIDS]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A random model of each family."""
-    found = {}
+    results = {}
     for name, config in MODELS.items():
-        found[name] = save_random(config, tmp_path_factory.mktemp(name), 3, "20KB" if name == "qwen3" else "5GB")
-    as_published(found["gpt2"])
-    return found
+        results[name] = save_random(config, tmp_path_factory.mktemp(name), 3, "20KB" if name == "qwen3" else "5GB")
+    as_published(results["gpt2"])
+    return results
 
 
 def as_published(folder):
@@ -101,11 +101,11 @@ def load_and_export(words):
     return torch.cat(logits) if logits else None, weights, batch.local.positions[0], where
 
 
-def assembled(found, like):
+def assembled(results, like):
     """The logits of the whole batch, from the shards of all ranks."""
     got = torch.zeros_like(like)
     ends = sorted(
-        ((where, logits, positions) for logits, _, positions, where in found if logits is not None), key=itemgetter(0)
+        ((where, logits, positions) for logits, _, positions, where in results if logits is not None), key=itemgetter(0)
     )
     rows = like.shape[0] // len({dp for (dp, _, _), _, _ in ends})
     for (dp, _), shards in itertools.groupby(ends, key=lambda end: end[0][:2]):
@@ -117,16 +117,16 @@ def assembled(found, like):
 
 @pytest.mark.parametrize(("name", "layout", "more"), CASES, ids=str)
 def test_logits_and_round_trip(ranks, folders, name, layout, more):
-    found = ranks.run(load_and_export, layout, [*words_of(folders[name], layout), *more])
+    results = ranks.run(load_and_export, layout, [*words_of(folders[name], layout), *more])
     model = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
     for part, module in model.named_modules():
         if part.endswith("_a_layernorm"):  # 1e-6 in transformers; in Megatron and in engines what the file says
             module.variance_epsilon = model.config.rms_norm_eps
     with torch.no_grad():
         expected = model(recorded_batch(0).tokens).logits
-    torch.testing.assert_close(assembled(found, expected), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(assembled(results, expected), expected, rtol=1e-3, atol=1e-4)
     saved = dict(model.named_parameters()) if name == "gpt2" else read_tensors(folders[name])
-    engines = [weights for _, weights, _, _ in found if weights]
+    engines = [weights for _, weights, _, _ in results if weights]
     assert len(engines) == layout.dp
     for weights in engines:
         assert weights.keys() == saved.keys()
@@ -167,8 +167,8 @@ def test_a_published_detail_shows_in_the_logits(ranks, folders, name, length, wr
     tokens = torch.randint(0, 30, (1, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(tokens).logits
-    words = [*words_of(folders[name], Layout()), f"--seq-length={length}"]
-    right, other = (ranks.run(logits_of, Layout(), words, tokens, change)[0] for change in ({}, wrong))
+    arguments = [*words_of(folders[name], Layout()), f"--seq-length={length}"]
+    right, other = (ranks.run(logits_of, Layout(), arguments, tokens, change)[0] for change in ({}, wrong))
     torch.testing.assert_close(right, expected, rtol=0, atol=2e-5)
     assert (other - expected).abs().max() > 4e-4
 
@@ -210,16 +210,16 @@ def regrouped(words, folder):
 
     trainer = make_trainer(words)
     model = (trainer.chunks, trainer.config, trainer.groups)
-    found = [dict(export_model(*model))]
+    results = [dict(export_model(*model))]
     for chunk in trainer.chunks:
         for layer in chunk.decoder.layers:
             layer.mlp.experts = as_grouped(layer.mlp.experts)
-    found.append(dict(export_model(*model)))
+    results.append(dict(export_model(*model)))
     for chunk in trainer.chunks:
         for parameter in chunk.parameters():
             parameter.data.zero_()
     load_model(*model, folder)
-    return [*found, dict(export_model(*model))]
+    return [*results, dict(export_model(*model))]
 
 
 def as_grouped(experts):
@@ -270,6 +270,6 @@ def test_of_one_file_and_several_those_are_read_that_transformers_reads(tmp_path
     save_file(
         {key: tensor for key, tensor in stored.items() if key != "lm_head.weight"}, tmp_path / "model.safetensors"
     )
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name]
     with open_weights(tmp_path) as files:
-        torch.testing.assert_close(files.read(name), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(files.read(name), expected, rtol=0, atol=0)

@@ -71,13 +71,13 @@ def test_slime_is_read_token_by_token():
 def test_slime_is_written_as_it_is_read():
     sample, other = slime_example()
     batch = from_slime([sample, other | {"log_probs": [-0.46]}], sampling=HALF, reward_key="math")
-    found, other = to_slime(batch)
-    assert set(found) == set(sample) - {"response"}
-    for name in set(found) - {"rollout_log_probs", "log_probs", "rollout_routed_experts"}:
-        assert found[name] == sample[name], name
+    results, other = to_slime(batch)
+    assert set(results) == set(sample) - {"response"}
+    for name in set(results) - {"rollout_log_probs", "log_probs", "rollout_routed_experts"}:
+        assert results[name] == sample[name], name
     for name in ("rollout_log_probs", "log_probs"):
-        assert found[name] == pytest.approx(sample[name])
-    assert torch.equal(found["rollout_routed_experts"], sample["rollout_routed_experts"].int())
+        assert results[name] == pytest.approx(sample[name])
+    assert torch.equal(results["rollout_routed_experts"], sample["rollout_routed_experts"].int())
     assert other["loss_mask"] == [1]
     assert other["weight_versions"] == ["4"]
 

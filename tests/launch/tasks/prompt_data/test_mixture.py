@@ -15,12 +15,12 @@ WEIGHTS = st.lists(st.fractions(Fraction(1, 1000), 1000), min_size=1, max_size=6
 def one_after_the_other(weights, count):
     """The same sequence the long way: each time the file whose next prompt is due first."""
     taken = [0] * len(weights)
-    found = []
+    results = []
     for _ in range(count):
         turn = min(range(len(weights)), key=lambda index: (Fraction(2 * taken[index] + 1, 2)) / weights[index])
-        found.append((turn, taken[turn]))
+        results.append((turn, taken[turn]))
         taken[turn] += 1
-    return found
+    return results
 
 
 @settings(deadline=None, max_examples=50)

@@ -35,9 +35,9 @@ def test_text_is_shown_as_it_is_and_messages_are_kept_whole():
     assert problem.record == {"prompt": " 4 + 5 = ", "label": 9, "level": "easy"}
     assert CHAT.problem({"prompt": " 4 "}).messages == ({"role": "user", "content": " 4 "},)
     assert CHAT.problem({"prompt": "4"}).label is None
-    said = [{"role": "system", "content": ""}, {**USER, "name": "Ann"}]
-    problem = CHAT.problem({"prompt": said, "label": "9"})
-    assert (problem.messages, problem.prompt) == (tuple(said), "4 + 5")
+    message = [{"role": "system", "content": ""}, {**USER, "name": "Ann"}]
+    problem = CHAT.problem({"prompt": message, "label": "9"})
+    assert (problem.messages, problem.prompt) == (tuple(message), "4 + 5")
     # The keys are the user's, and the characters the tokenizer's.
     problem = replace(PLAIN, input_key="question", label_key="answer").problem(
         {"question": "4 + 5", "answer": False, "prompt": 3}
@@ -131,9 +131,9 @@ VERL = {
 
 
 def test_keys_lead_into_objects():
-    found = replace(CHAT, label_key="reward_model.ground_truth", needs_label=True, rule="math-verify").problem(VERL)
-    assert (found.prompt, found.label, found.record) == ("How many?", "34", VERL)
-    assert found.messages == ({"role": "user", "content": "How many?"},), "a table's null is no key of a message"
+    results = replace(CHAT, label_key="reward_model.ground_truth", needs_label=True, rule="math-verify").problem(VERL)
+    assert (results.prompt, results.label, results.record) == ("How many?", "34", VERL)
+    assert results.messages == ({"role": "user", "content": "How many?"},), "a table's null is no key of a message"
     text = replace(PLAIN, input_key="extra_info.question", label_key="extra_info.index").problem(VERL)
     assert (text.prompt, text.label) == ("How many are there?", 0)
     # A key with a dot of its own counts first, at each level.

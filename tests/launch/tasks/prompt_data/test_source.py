@@ -47,11 +47,11 @@ def test_every_epoch_has_every_prompt_once_in_an_order_that_follows_from_the_see
     epochs = [prompts(source(letters), 26 * number, 26) for number in range(3)]
     assert all(sorted(epoch) == sorted(LETTERS[:26]) != epoch for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    words = ("0.7", letters, "0.3", digits)
-    whole = prompts(source(*words), 0, 120)
+    arguments = ("0.7", letters, "0.3", digits)
+    whole = prompts(source(*arguments), 0, 120)
     for start, count in ((97, 9), (25, 4), (0, 1)):
-        assert prompts(source(*words), start, count) == whole[start : start + count]
-    assert prompts(source(*words, seed=2), 0, 120) != whole
+        assert prompts(source(*arguments), start, count) == whole[start : start + count]
+    assert prompts(source(*arguments, seed=2), 0, 120) != whole
 
 
 def test_files_have_their_weights(letters, digits):
@@ -121,8 +121,8 @@ def test_an_evaluation_of_what_is_trained_is_said(tmp_path, letters, digits, cap
         assert not caplog.messages
         copy = write(tmp_path / "copy.jsonl", LETTERS[26:36])
         source(letters, digits, held_out=[copy])
-    (said,) = caplog.messages
-    assert said.startswith(f"--eval-data {copy} has the rows of --prompt-data {digits}: ")
+    (message,) = caplog.messages
+    assert message.startswith(f"--eval-data {copy} has the rows of --prompt-data {digits}: ")
 
 
 def test_other_rows_are_told_apart(tmp_path, letters, digits):

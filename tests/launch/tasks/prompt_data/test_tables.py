@@ -57,9 +57,9 @@ def test_parquet_gives_the_rows_that_were_written_as_plain_values(tmp_path, data
     else:
         datasets.Dataset.from_list(VERL).to_parquet(str(path))
     capfd.readouterr()
-    found = rows_of(path)
-    assert found == VERL
-    assert set().union(*map(types_in, found)) == {dict, list, str, int, float, bool, type(None)}
+    results = rows_of(path)
+    assert results == VERL
+    assert set().union(*map(types_in, results)) == {dict, list, str, int, float, bool, type(None)}
     assert capfd.readouterr() == ("", ""), "every rank would draw the library's bars"
     assert open_rows("--prompt-data", str(path), ignore).where(2) == f"--prompt-data {path}, row 2"
 
@@ -90,10 +90,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_table_that_cannot_be_read_is_one_sentence(tmp_path, datasets, name, capfd, caplog):
-    content, words = BROKEN[name]
+    content, arguments = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
-        ConfigurationError, match=f"^--eval-data {tmp_path}/{name} .*{words}.*HF_DATASETS_CACHE"
+        ConfigurationError, match=f"^--eval-data {tmp_path}/{name} .*{arguments}.*HF_DATASETS_CACHE"
     ) as error:
         open_rows("--eval-data", str(tmp_path / name), ignore)
     assert "\n" not in str(error.value)

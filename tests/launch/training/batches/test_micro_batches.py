@@ -69,13 +69,13 @@ def cut_on_rank(words, emptied):
 )
 def test_ranks_agree_on_the_number_of_micro_batches(ranks, tmp_path, layout, multiple):
     """One replica holds a single sequence, the other eight: dummies fill up."""
-    words = flags(tmp_path, *layout.flags(), PACKED, "--rl-sequence-packing-bin-size=24", "--global-batch-size=16")
-    found = ranks.run(cut_on_rank, layout, words, 1)
-    numbers = found[0][0]
+    arguments = flags(tmp_path, *layout.flags(), PACKED, "--rl-sequence-packing-bin-size=24", "--global-batch-size=16")
+    results = ranks.run(cut_on_rank, layout, arguments, 1)
+    numbers = results[0][0]
     assert numbers[0] >= 3
     assert numbers[0] % multiple == 0
-    widths = {replica: width for _, width, _, _, replica in found}
-    for number, width, total, rows, replica in found:
+    widths = {replica: width for _, width, _, _, replica in results}
+    for number, width, total, rows, replica in results:
         assert number == numbers
         assert width % math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp * layout.cp if layout.sp else 1) == 0
         assert total == (numbers[0] * sum(widths.values()),)

@@ -34,9 +34,9 @@ def correction_of(words):
 
 
 def test_what_corrects_does_not_depend_on_the_number_of_steps_at_all(ranks, tmp_path):
-    words = flags(tmp_path, *PPO, "--rollout-is-batch-normalize", "--correct-values=weights")
+    arguments = flags(tmp_path, *PPO, "--rollout-is-batch-normalize", "--correct-values=weights")
     whole, *others = (
-        ranks.run(correction_of, Layout(), [*words, f"--global-batch-size={size}"])[0] for size in (16, 8, 4)
+        ranks.run(correction_of, Layout(), [*arguments, f"--global-batch-size={size}"])[0] for size in (16, 8, 4)
     )
     assert all(equal(whole, other) for other in others), "to the last bit"
     assert equal(whole[:2], whole[2:4])

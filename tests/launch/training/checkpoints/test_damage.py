@@ -20,9 +20,9 @@ from tests.support.training_runs import logged
 def saved(ranks, tmp_path_factory):
     """A folder with the checkpoints of two steps, and the flags that wrote it."""
     folder = tmp_path_factory.mktemp("saved")
-    words = flags(folder, *SMALL, "--grpo-kl-beta=0")
-    ranks.run(steps, Layout(), [*words, f"--save={folder}/save"], 2)
-    return folder / "save", words
+    arguments = flags(folder, *SMALL, "--grpo-kl-beta=0")
+    ranks.run(steps, Layout(), [*arguments, f"--save={folder}/save"], 2)
+    return folder / "save", arguments
 
 
 @pytest.fixture
@@ -101,12 +101,12 @@ def steps_in_words(words):
 
 def test_a_run_refuses_a_flipped_bit_and_goes_on_from_another_checkpoint(ranks, saved, copy):
     """PyTorch's format has no checksums: without ours a flipped bit is trained on."""
-    words = [*saved[1], f"--load={copy}"]
+    arguments = [*saved[1], f"--load={copy}"]
     flip_a_bit(iteration_folder(copy, 2) / "__0_0.distcp")
-    (error,) = ranks.run(refusal, Layout(), words)
+    (error,) = ranks.run(refusal, Layout(), arguments)
     assert "checkpoint 2 is damaged: __0_0.distcp is not what was written: its checksum differs" in error
     assert "--ckpt-step takes another one (there are 1, 2)" in error
-    assert ranks.run(steps_in_words, Layout(), [*words, "--ckpt-step=1"]) == [(1, [])]
+    assert ranks.run(steps_in_words, Layout(), [*arguments, "--ckpt-step=1"]) == [(1, [])]
 
 
 def test_a_checkpoint_without_checksums_is_loaded_with_a_line(ranks, saved, copy):

@@ -31,9 +31,9 @@ GOING_ON = ["--num-layers=2", "--micro-batch-size=8", "--lr-decay-style=linear",
 def stopped(ranks, tmp_path_factory):
     """A checkpoint after two steps of a schedule."""
     folder = tmp_path_factory.mktemp("stopped")
-    words = flags(folder, *GOING_ON, "--lr=1e-3")
-    ranks.run(steps, Layout(), [*words, f"--save={folder}/save"], 2)
-    return folder / "save", words
+    arguments = flags(folder, *GOING_ON, "--lr=1e-3")
+    ranks.run(steps, Layout(), [*arguments, f"--save={folder}/save"], 2)
+    return folder / "save", arguments
 
 
 OTHER = {
@@ -50,8 +50,8 @@ OTHER = {
 
 @pytest.mark.parametrize(("other", "message"), OTHER.items(), ids=list(OTHER))
 def test_another_schedule_is_refused(ranks, stopped, other, message):
-    folder, words = stopped
-    (error,) = ranks.run(refusal, Layout(), [*words, f"--load={folder}", other])
+    folder, arguments = stopped
+    (error,) = ranks.run(refusal, Layout(), [*arguments, f"--load={folder}", other])
     assert error.startswith(f"--load {folder}: checkpoint 2")
     assert message in error
     assert "--override-opt-param-scheduler" in error
@@ -59,29 +59,29 @@ def test_another_schedule_is_refused(ranks, stopped, other, message):
 
 def test_another_schedule_overrides_the_checkpoints_or_is_left_alone(ranks, stopped):
     """Overridden, the third step has the numbers of a run that had them from its beginning."""
-    folder, words = stopped
-    load = [*words, f"--load={folder}"]
+    folder, arguments = stopped
+    load = [*arguments, f"--load={folder}"]
     ((_, before),) = ranks.run(steps, Layout(), load, 1, False)
-    ((_, from_the_start),) = ranks.run(steps, Layout(), [*words, *OTHER], 3, False)
+    ((_, from_the_start),) = ranks.run(steps, Layout(), [*arguments, *OTHER], 3, False)
     load = [*load, *OTHER]
     assert ranks.run(steps, Layout(), [*load, "--use-checkpoint-opt-param-scheduler"], 1, False) == [(3, before)]
     assert ranks.run(steps, Layout(), [*load, "--override-opt-param-scheduler"], 1, False) == [(3, from_the_start)]
 
 
 def test_a_constant_rate_goes_on_for_longer(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, "--lr-decay-style=constant")
-    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
-    assert ranks.run(refusal, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=200"]) == [None]
+    arguments = flags(tmp_path, *SMALL, "--lr-decay-style=constant")
+    ranks.run(save_initial, Layout(), [*arguments, f"--save={tmp_path}/save"])
+    assert ranks.run(refusal, Layout(), [*arguments, f"--load={tmp_path}/save", "--train-iters=200"]) == [None]
 
 
 def test_the_schedule_goes_on_without_the_optimizer(ranks, stopped):
-    folder, words = stopped
-    words = [*words, f"--load={folder}"]
+    folder, arguments = stopped
+    arguments = [*arguments, f"--load={folder}"]
     with_optimizer, without = (
-        ranks.run(steps, Layout(), [*words, *more], 1, False) for more in ([], ["--no-load-optim"])
+        ranks.run(steps, Layout(), [*arguments, *more], 1, False) for more in ([], ["--no-load-optim"])
     )
     assert with_optimizer == without
-    ((_, (lr, *_)),) = ranks.run(steps, Layout(), [*words, "--finetune"], 1, False)
+    ((_, (lr, *_)),) = ranks.run(steps, Layout(), [*arguments, "--finetune"], 1, False)
     assert lr == pytest.approx(1e-3 - 1 / 10 * (1e-3 - 1e-4))
 
 
@@ -101,29 +101,29 @@ def reached(words):
 
 def test_an_older_checkpoint_can_be_gone_on_from(ranks, tmp_path):
     """Its next save takes the place of the newer one, which the tracker names until then."""
-    words = flags(tmp_path, *SMALL)
+    arguments = flags(tmp_path, *SMALL)
     files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    ranks.run(steps, Layout(), [*words, files[0]], 2)
+    ranks.run(steps, Layout(), [*arguments, files[0]], 2)
     with refused(f"--ckpt-step 3 | --load {tmp_path}/save | it has 1, 2"):
-        run_config([*words, files[1], "--ckpt-step=3"], 1)
-    assert ranks.run(reached, Layout(), [*words, *files]) == [2]
-    assert ranks.run(go_back, Layout(), [*words, *files, "--ckpt-step=1"]) == [(1, 2)]
-    assert ranks.run(reached, Layout(), [*words, *files]) == [2]
+        run_config([*arguments, files[1], "--ckpt-step=3"], 1)
+    assert ranks.run(reached, Layout(), [*arguments, *files]) == [2]
+    assert ranks.run(go_back, Layout(), [*arguments, *files, "--ckpt-step=1"]) == [(1, 2)]
+    assert ranks.run(reached, Layout(), [*arguments, *files]) == [2]
 
 
 def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, tmp_path):
     """A run that is killed before the new one has its name leaves the old one beside it; in its own folder alone."""
     save = tmp_path / "save"
-    words = flags(tmp_path, *SMALL, f"--load={save}")
-    ranks.run(steps, Layout(), [*words, f"--save={save}"], 1)
+    arguments = flags(tmp_path, *SMALL, f"--load={save}")
+    ranks.run(steps, Layout(), [*arguments, f"--save={save}"], 1)
     folder = iteration_folder(save, 1)
     replaced = folder.rename(folder.with_suffix(".replaced"))
-    (error,) = ranks.run(refusal, Layout(), [*words, f"--save={tmp_path}/other"])
+    (error,) = ranks.run(refusal, Layout(), [*arguments, f"--save={tmp_path}/other"])
     assert "names checkpoint 1, which is not complete" in error
     assert replaced.is_dir()
     link = tmp_path / "link"
     link.symlink_to(save)
-    assert ranks.run(reached, Layout(), [*words, f"--save={link}"]) == [1]
+    assert ranks.run(reached, Layout(), [*arguments, f"--save={link}"]) == [1]
 
 
 def grad_norms(words, batches, fused):
@@ -138,13 +138,13 @@ def grad_norms(words, batches, fused):
 
 def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path):
     """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
-    words = flags(tmp_path, "--num-layers=2", "--lr=1e-2", "--use-distributed-optimizer")
-    (expected,) = ranks.run(grad_norms, Layout(), words, [0, 1, 2, 3], False)
+    arguments = flags(tmp_path, "--num-layers=2", "--lr=1e-2", "--use-distributed-optimizer")
+    (expected,) = ranks.run(grad_norms, Layout(), arguments, [0, 1, 2, 3], False)
     for before, others in ((True, (True, False)), (False, (True,))):
         save, load = (f"--{name}={tmp_path}/{before}" for name in ("save", "load"))
-        (first,) = ranks.run(grad_norms, Layout(), [*words, save], [0, 1], before)
+        (first,) = ranks.run(grad_norms, Layout(), [*arguments, save], [0, 1], before)
         for after in others:
-            (later,) = ranks.run(grad_norms, Layout(), [*words, load], [2, 3], after)
+            (later,) = ranks.run(grad_norms, Layout(), [*arguments, load], [2, 3], after)
             assert first + later == pytest.approx(expected, rel=1e-5), (before, after)
 
 
@@ -155,17 +155,17 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
 def test_experts_go_on_spread_otherwise_or_are_refused(ranks, tmp_path):
-    words = flags(tmp_path, *EXPERTS)
-    ranks.run(steps, SPREAD, [*words, f"--save={tmp_path}/save", *SPREAD.flags()])
-    load = [*words, f"--load={tmp_path}/save"]
+    arguments = flags(tmp_path, *EXPERTS)
+    ranks.run(steps, SPREAD, [*arguments, f"--save={tmp_path}/save", *SPREAD.flags()])
+    load = [*arguments, f"--load={tmp_path}/save"]
     after = Layout(cp=2, ep=2)
     assert [step for step, _ in ranks.run(steps, after, [*load, *after.flags()], 1, False)] == [2] * after.world
     for error in ranks.run(refusal, TWO, [*load, *TWO.flags()]):
         assert "give an --expert-model-parallel-size above 1, or --no-load-optim" in error
     assert ranks.run(refusal, TWO, [*load, *TWO.flags(), "--no-load-optim"]) == [None, None]
     together = tmp_path / "together"
-    ranks.run(save_initial, Layout(), [*words, f"--save={together}"])
-    for error in ranks.run(refusal, SPREAD, [*words, f"--load={together}", *SPREAD.flags()]):
+    ranks.run(save_initial, Layout(), [*arguments, f"--save={together}"])
+    for error in ranks.run(refusal, SPREAD, [*arguments, f"--load={together}", *SPREAD.flags()]):
         assert "give --expert-model-parallel-size 1, or --no-load-optim" in error
 
 
@@ -187,9 +187,9 @@ NOT_FITTING = {
 
 @pytest.mark.parametrize(("before", "after", "message"), NOT_FITTING.values(), ids=NOT_FITTING)
 def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
-    words = flags(tmp_path, *SMALL)
-    ranks.run(save_initial, Layout(), [*words, *before.split(), f"--save={tmp_path}/save"])
-    (error,) = ranks.run(refusal, Layout(), [*words, *after.split(), f"--load={tmp_path}/save"])
+    arguments = flags(tmp_path, *SMALL)
+    ranks.run(save_initial, Layout(), [*arguments, *before.split(), f"--save={tmp_path}/save"])
+    (error,) = ranks.run(refusal, Layout(), [*arguments, *after.split(), f"--load={tmp_path}/save"])
     assert message in error
 
 
@@ -203,12 +203,12 @@ def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, mess
 )
 def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path, more, layouts):
     """The log-probs of one batch, whatever layout reads the weights."""
-    words = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=8", *more)
-    ranks.run(steps, layouts[0], [*words, f"--save={tmp_path}/save", *layouts[0].flags()])
+    arguments = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=8", *more)
+    ranks.run(steps, layouts[0], [*arguments, f"--save={tmp_path}/save", *layouts[0].flags()])
     scores = []
     for layout in layouts:
         score = torch.full((SEQUENCES, LENGTH), torch.nan)
-        for part in ranks.run(score_loaded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()]):
+        for part in ranks.run(score_loaded, layout, [*arguments, f"--load={tmp_path}/save", *layout.flags()]):
             for index, positions, values in [part] if part else []:
                 score[index, positions] = values
         scores.append(score)

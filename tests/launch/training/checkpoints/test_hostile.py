@@ -28,9 +28,9 @@ TWO = Layout(tp=2)
 def saved(ranks, tmp_path_factory):
     """A folder with a checkpoint of two ranks, and the flags that wrote it."""
     folder = tmp_path_factory.mktemp("saved")
-    words = flags(folder, *SMALL, "--grpo-kl-beta=0", *TWO.flags())
-    ranks.run(save_initial, TWO, [*words, f"--save={folder}/save"])
-    return folder / "save", words
+    arguments = flags(folder, *SMALL, "--grpo-kl-beta=0", *TWO.flags())
+    ranks.run(save_initial, TWO, [*arguments, f"--save={folder}/save"])
+    return folder / "save", arguments
 
 
 @pytest.fixture

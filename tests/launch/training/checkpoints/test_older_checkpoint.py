@@ -58,9 +58,9 @@ def step_of_first_run(number):
 def train(folder, steps_of_prompts, *more):
     """Rows of a run, without times."""
     with numbered_servers(REPLICAS, steps_of_prompts) as urls:
-        words = [*FLAGS, f"--rollout-url={','.join(urls)}", f"--rollout-weights-dir={folder}/weights"]
-        words += [f"--runs-dir={folder}", *more]
-        code, _, errors = finish(launch_forked(folder, ["--nproc-per-node=8", *words]), timeout=600)
+        arguments = [*FLAGS, f"--rollout-url={','.join(urls)}", f"--rollout-weights-dir={folder}/weights"]
+        arguments += [f"--runs-dir={folder}", *more]
+        code, _, errors = finish(launch_forked(folder, ["--nproc-per-node=8", *arguments]), timeout=600)
     assert code == 0, errors
     return steps(folder / "run")
 

@@ -63,16 +63,16 @@ def save_where_it_is_full(words):
 
 def test_a_full_disk_is_one_sentence_on_all_ranks_and_harms_nothing(ranks, tmp_path):
     """Wherever it strikes: in the weights, in what rank 0 writes alone, in the checksums."""
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *TWO.flags())
-    for error in agreed(ranks.run(save_where_it_is_full, TWO, words)):
+    arguments = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *TWO.flags())
+    for error in agreed(ranks.run(save_where_it_is_full, TWO, arguments)):
         assert error.startswith(f"--save {tmp_path}/save: checkpoint 0 could not be written (")
         assert "File too large" in error or "a file could not be written, as on a full disk" in error
 
 
 def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--save-interval=1", "--grpo-iterations=1")
+    arguments = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--save-interval=1", "--grpo-iterations=1")
     (tmp_path / "save" / "iter_0000003.partial").mkdir(parents=True)
-    ((reached, _),) = ranks.run(steps, Layout(), [*words, "--keep-last=2", "--save-retain-interval=2"], 4)
+    ((reached, _),) = ranks.run(steps, Layout(), [*arguments, "--keep-last=2", "--save-retain-interval=2"], 4)
     assert reached == 4
     assert iterations(tmp_path / "save") == [2, 3, 4]
     assert (tmp_path / "save" / TRACKER).read_text() == "4"
@@ -118,8 +118,8 @@ def poisoned_step(words):
 )
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout, more):
     """The loss is finite; one rank has the bad number."""
-    words = flags(tmp_path, *SMALL, *more, *layout.flags(), f"--save={tmp_path}/save")
-    results = ranks.run(poisoned_step, layout, words)
+    arguments = flags(tmp_path, *SMALL, *more, *layout.flags(), f"--save={tmp_path}/save")
+    results = ranks.run(poisoned_step, layout, arguments)
     is_same, step_error, reached, save_error = agreed(results)
     assert is_same
     assert step_error.startswith("the gradient norm of step 2 is nan: the step was not made")
@@ -127,8 +127,8 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout
 
 
 def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--no-check-for-nan-in-loss-and-grad")
-    ((_, step_error, reached, save_error),) = ranks.run(poisoned_step, Layout(), words)
+    arguments = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--no-check-for-nan-in-loss-and-grad")
+    ((_, step_error, reached, save_error),) = ranks.run(poisoned_step, Layout(), arguments)
     assert (step_error, reached) == (None, 2)
     assert "is not finite after step 2: this model is not saved" in save_error
     assert iterations(tmp_path / "save") == []
@@ -150,8 +150,8 @@ def save_in_background(words):
 
 
 def test_a_background_save_has_the_weights_of_its_beginning(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--save-interval=2", "--async-save", *TWO.flags())
-    assert ranks.run(save_in_background, TWO, words) == [(0, True)] * 2
+    arguments = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--save-interval=2", "--async-save", *TWO.flags())
+    assert ranks.run(save_in_background, TWO, arguments) == [(0, True)] * 2
 
 
 def run_where_it_is_full_for_a_while(words):
@@ -170,8 +170,8 @@ def run_where_it_is_full_for_a_while(words):
 
 def test_a_save_that_fails_on_the_way_ends_the_run(ranks, tmp_path):
     layout = Layout(dp=2)
-    words = [*LIVE, *layout.flags(), f"--save={tmp_path}/save", "--save-interval=1", "--train-iters=3"]
-    error = agreed(ranks.run(run_where_it_is_full_for_a_while, layout, flags(tmp_path, *words)))
+    arguments = [*LIVE, *layout.flags(), f"--save={tmp_path}/save", "--save-interval=1", "--train-iters=3"]
+    error = agreed(ranks.run(run_where_it_is_full_for_a_while, layout, flags(tmp_path, *arguments)))
     assert error.startswith(f"SaveError: --save {tmp_path}/save: checkpoint 1 could not be written (")
     assert [row["step"] for row in rows(tmp_path)] == [1]
     assert iterations(tmp_path / "save") == []
@@ -182,10 +182,10 @@ def test_a_save_that_fails_on_the_way_does_not_end_a_run_that_continues(ranks, t
     layout = Layout(dp=2)
     for more in ([], ["--async-save"]):
         folder = tmp_path / f"save{len(more)}"
-        words = [*LIVE, *layout.flags(), f"--save={folder}", "--save-interval=1", "--train-iters=3"]
-        words += ["--continue-after-failed-save", *more]
+        arguments = [*LIVE, *layout.flags(), f"--save={folder}", "--save-interval=1", "--train-iters=3"]
+        arguments += ["--continue-after-failed-save", *more]
         run_folder = tmp_path / str(len(more))
-        assert ranks.run(run_where_it_is_full_for_a_while, layout, flags(run_folder, *words)) == [None, None]
+        assert ranks.run(run_where_it_is_full_for_a_while, layout, flags(run_folder, *arguments)) == [None, None]
         assert iterations(folder) == [2, 3]
 
 
@@ -248,8 +248,8 @@ def save_where_a_file_stands_still(words):
 
 
 def test_a_file_system_that_stands_still_ends_the_save(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save")
-    ((error, seconds),) = ranks.run(save_where_a_file_stands_still, Layout(), words)
+    arguments = flags(tmp_path, *SMALL, f"--save={tmp_path}/save")
+    ((error, seconds),) = ranks.run(save_where_a_file_stands_still, Layout(), arguments)
     assert "the writing of checkpoint 0 has stood still" in error
     assert "--distributed-timeout-minutes" in error
     assert seconds < 15
@@ -259,19 +259,19 @@ def test_a_file_system_that_stands_still_ends_the_save(ranks, tmp_path):
 def test_a_rank_that_dies_while_saving_loses_nothing_that_was_saved(ranks, tmp_path):
     """Its half checkpoint is ignored by the next start, which takes the steps of a run that nobody killed."""
     folder = tmp_path / "save"
-    words = [*LIVE, *TWO.flags(), "--train-iters=3"]
+    arguments = [*LIVE, *TWO.flags(), "--train-iters=3"]
     files = [f"--save={folder}", f"--load={folder}", "--save-interval=1"]
-    killed = ["--nproc-per-node=2", *flags(tmp_path / "killed", *words, *files)]
+    killed = ["--nproc-per-node=2", *flags(tmp_path / "killed", *arguments, *files)]
     code, _, errors = finish(launch_forked(tmp_path, killed, "tests.support.dies_while_saving"))
     assert code == 1, errors
     assert (folder / "iter_0000002.partial").is_dir()
     assert iterations(folder) == [1]
     assert checked_checkpoint(folder) == (1, iteration_folder(folder, 1))
 
-    assert ranks.run(run_training, TWO, flags(tmp_path / "killed", *words, *files)) == [None, None]
+    assert ranks.run(run_training, TWO, flags(tmp_path / "killed", *arguments, *files)) == [None, None]
     assert iterations(folder) == [1, 2, 3]
     assert not (folder / "iter_0000002.partial").exists()
-    assert ranks.run(run_training, TWO, flags(tmp_path / "whole", *words)) == [None, None]
+    assert ranks.run(run_training, TWO, flags(tmp_path / "whole", *arguments)) == [None, None]
     assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole"), "to the last digit"
 
 

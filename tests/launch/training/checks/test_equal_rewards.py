@@ -17,8 +17,8 @@ def batch(largest, smallest=None):
 
 def lines(watch, batches):
     """Number of each batch after which a line was said, and the line."""
-    said = ((number, watch.batch(metrics, lambda: "4" * 500)) for number, metrics in enumerate(batches, 1))
-    return [(number, words) for number, words in said if words is not None]
+    message = ((number, watch.batch(metrics, lambda: "4" * 500)) for number, metrics in enumerate(batches, 1))
+    return [(number, arguments) for number, arguments in message if arguments is not None]
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,21 @@ def test_twenty_batches_in_a_row_have_one_value(tmp_path, batches, due):
 
 
 def test_the_line_names_the_value_what_gave_it_and_a_response(tmp_path):
-    ((_, words),) = lines(EqualRewards(run_config(flags(tmp_path))), [batch(-0.5)] * 20)
-    assert "last 20 rollout batches are -0.5" in words
-    assert "--task count_up" in words
-    assert "4" * 120 in words
-    assert len(words) < 400
+    ((_, arguments),) = lines(EqualRewards(run_config(flags(tmp_path))), [batch(-0.5)] * 20)
+    assert "last 20 rollout batches are -0.5" in arguments
+    assert "--task count_up" in arguments
+    assert "4" * 120 in arguments
+    assert len(arguments) < 400
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "1", "answer": "2"}) + "\n")
     files = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", f"--prompt-data={tmp_path}/a.jsonl", "--label-key=answer"]
     config = run_config([*(word for word in files if word != "--task=count_up"), "--reward=exact"])
-    ((_, words),) = lines(EqualRewards(config), [batch(0)] * 20)
-    assert "--label-key answer" in words
-    assert "--reward exact" in words
+    ((_, arguments),) = lines(EqualRewards(config), [batch(0)] * 20)
+    assert "--label-key answer" in arguments
+    assert "--reward exact" in arguments
     save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
     config = run_config(flags(tmp_path, f"--load-rollouts={tmp_path}", "--train-iters=2"))
-    ((_, words),) = lines(EqualRewards(config), [batch(0)] * 20)
-    assert f"--load-rollouts {tmp_path}" in words
+    ((_, arguments),) = lines(EqualRewards(config), [batch(0)] * 20)
+    assert f"--load-rollouts {tmp_path}" in arguments
 
 
 @pytest.mark.parametrize("steps_of_batch", [1, 2])
@@ -73,13 +73,13 @@ def test_a_run_says_it_once_over_all_replicas_and_its_parts(ranks, tmp_path):
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "1 + 1 = ", "label": "never" * 9}) + "\n")
     base = [word for word in [*LLAMA, *COMMON, *LIVE] if not word.startswith("--task")]
-    words = [*base, f"--prompt-data={tmp_path}/a.jsonl", "--reward=exact", "--seq-length=24", "--num-layers=1"]
-    words += [f"--runs-dir={tmp_path}", "--max-response-length=4", *save, *layout.flags()]
-    said = []
+    arguments = [*base, f"--prompt-data={tmp_path}/a.jsonl", "--reward=exact", "--seq-length=24", "--num-layers=1"]
+    arguments += [f"--runs-dir={tmp_path}", "--max-response-length=4", *save, *layout.flags()]
+    message = []
     for steps in (BATCHES - 1, BATCHES + 1):
-        (error, output), _ = ranks.run(said_by_training, layout, [*words, f"--train-iters={steps}"])
+        (error, output), _ = ranks.run(said_by_training, layout, [*arguments, f"--train-iters={steps}"])
         assert error is None
-        said.append([line for line in output.splitlines() if line.startswith("all rewards of the last 20 ")])
-    assert [len(lines) for lines in said] == [0, 1]
-    assert "batches are 0," in said[1][0]
+        message.append([line for line in output.splitlines() if line.startswith("all rewards of the last 20 ")])
+    assert [len(lines) for lines in message] == [0, 1]
+    assert "batches are 0," in message[1][0]
     assert {row["reward/max"] for row in rows(tmp_path)} == {0}

@@ -18,10 +18,10 @@ def test_a_second_run_in_one_folder_is_refused(ranks, tmp_path, shared):
     replaced = tmp_path / shared / "iter_0000001.replaced"
     replaced.mkdir(parents=True)
     first = {"run": ["--run-name=run"], "save": ["--run-name=other", f"--save={tmp_path}/save"]}[shared]
-    words = [*LIVE, "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    arguments = [*LIVE, "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     expected_folders = {"run": {"run"}, "save": {"save", "other"}}[shared]
     with in_use(run_config(flags(tmp_path, *first, "--train-iters=1"))):
-        (error,) = ranks.run(run_training, Layout(), flags(tmp_path, *words))
+        (error,) = ranks.run(run_training, Layout(), flags(tmp_path, *arguments))
         assert {path.name for path in tmp_path.iterdir()} == expected_folders, "what is refused leaves nothing"
     assert replaced.is_dir()
     name = {"run": f"--runs-dir {tmp_path}, --run-name run", "save": f"--save {folder}"}[shared]

@@ -114,20 +114,20 @@ ADVICE = [
 @pytest.mark.parametrize(("metric", "comparison", "advice"), ADVICE)
 def test_the_well_known_ones_have_advice_for_their_side(tmp_path, metric, comparison, advice):
     values = [0.1, 0.25] if comparison == "<" else [0.75, 0.5]
-    *_, words = verdicts(tmp_path, f"{metric} {comparison} 0.5 for 2", values, metric)
+    *_, arguments = verdicts(tmp_path, f"{metric} {comparison} 0.5 for 2", values, metric)
     begin = (
         f"stopped by --stop-if '{metric} {comparison} 0.5 for 2' after step 2 ({metric} was {values[0]}, {values[1]}): "
     )
-    assert words.startswith(begin)
-    assert advice in words.removeprefix(begin)
-    assert words.count("\n") == 0
+    assert arguments.startswith(begin)
+    assert advice in arguments.removeprefix(begin)
+    assert arguments.count("\n") == 0
 
 
 def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
-    (left_out, words) = verdicts(tmp_path, "rollout_corr/k4_kl > 0.5", [None, 0.1])
+    (left_out, arguments) = verdicts(tmp_path, "rollout_corr/k4_kl > 0.5", [None, 0.1])
     assert left_out is None
-    assert words.startswith("--stop-if 'rollout_corr/k4_kl > 0.5': step 2 has no metric rollout_corr/k4_kl")
-    assert words.endswith(KL)
+    assert arguments.startswith("--stop-if 'rollout_corr/k4_kl > 0.5': step 2 has no metric rollout_corr/k4_kl")
+    assert arguments.endswith(KL)
     # So does one of earlier steps alone, such as of a loss that the run had before it was gone on with.
     guards = Guards(run_config(flags(tmp_path, "--stop-if", f"{KL} > 0.5 for 3")))
     guards.go_on([{"step": 1, "grad_norm": 1.0, KL: 0.1}], 1)
@@ -136,8 +136,10 @@ def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
 
 def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks, tmp_path):
     """Also the time of a save can be looked at, which the first step does not have."""
-    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--save-interval=1", "--keep-last=1", "--train-iters=9")
-    ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--stop-if", "perf/save_seconds > 0 for 2"])
+    arguments = flags(
+        tmp_path, *LIVE, f"--save={tmp_path}/save", "--save-interval=1", "--keep-last=1", "--train-iters=9"
+    )
+    ((error, code),) = ranks.run(error_and_code, Layout(), [*arguments, "--stop-if", "perf/save_seconds > 0 for 2"])
     assert code == 3
     assert error.startswith("stopped by --stop-if 'perf/save_seconds > 0 for 2' after step 3 (perf/save_seconds was ")
     assert error.endswith(f"; checkpoint 3 in {tmp_path}/save holds the steps so far")
@@ -146,10 +148,10 @@ def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks,
 
 def test_steps_in_a_row_are_counted_over_a_resume_and_anew_after_the_guards_end(ranks, tmp_path):
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    words = flags(tmp_path, *LIVE, *save, "--stop-if", "lr > 0 for 2")
-    assert ranks.run(error_and_code, Layout(), [*words, "--train-iters=1"]) == [None]
+    arguments = flags(tmp_path, *LIVE, *save, "--stop-if", "lr > 0 for 2")
+    assert ranks.run(error_and_code, Layout(), [*arguments, "--train-iters=1"]) == [None]
     for step in (2, 4):
-        ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--train-iters=9"])
+        ((error, code),) = ranks.run(error_and_code, Layout(), [*arguments, "--train-iters=9"])
         assert code == 3
         assert error.startswith(f"stopped by --stop-if 'lr > 0 for 2' after step {step} (")
 
@@ -170,13 +172,13 @@ def error_and_code(words):
 
 def test_all_ranks_stop_and_the_first_tells_why(ranks, tmp_path):
     layout = Layout(pp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", "--train-iters=5", "--stop-if")
-    error, other = ranks.run(error_and_code, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"])
+    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", "--train-iters=5", "--stop-if")
+    error, other = ranks.run(error_and_code, layout, [*arguments, "perf/update_seconds > 0 for 2", "lr < 0"])
     assert error[0].startswith("stopped by --stop-if 'perf/update_seconds > 0 for 2' after step 2 (")
     assert error[1] == 3
     assert other is None
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    error, other = ranks.run(error_and_code, layout, [*words, "reward/short > 2"])
+    error, other = ranks.run(error_and_code, layout, [*arguments, "reward/short > 2"])
     assert error[1] == 1
     assert error[0].startswith("--stop-if 'reward/short > 2': step 1 has no metric reward/short")
     assert other is None

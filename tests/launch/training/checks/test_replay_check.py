@@ -141,8 +141,8 @@ LAYOUTS = [
 def test_every_rank_of_every_layout_comes_to_the_same_verdict(ranks, tmp_path, checkpoint, right, layout, more):
     """The second batch is shifted; after the first one, which is right, a line has both numbers."""
     wrong = replace(right, routed_experts=shifted(right.routed_experts, 1))
-    words = words_of(tmp_path, checkpoint, [right, wrong], layout, *more, "--train-iters=2")
-    everywhere = ranks.run(said_by_training, layout, words)
+    arguments = words_of(tmp_path, checkpoint, [right, wrong], layout, *more, "--train-iters=2")
+    everywhere = ranks.run(said_by_training, layout, arguments)
     error = agreed([error for error, _ in everywhere])
     assert error.startswith("RunError: the experts that are replayed are not those of the rollout batch")
     assert "after step 1:" in error
@@ -155,7 +155,7 @@ def test_every_rank_of_every_layout_comes_to_the_same_verdict(ranks, tmp_path, c
         f"{row['routing/k3']:.3g} nats a token with the replayed experts, {row['routing/k3_without']:.3g} with"
         in lines[0]
     )
-    assert not [said for _, said in everywhere[1:] if "routing replay:" in said], "other ranks repeat it"
+    assert not [message for _, message in everywhere[1:] if "routing replay:" in message], "other ranks repeat it"
 
 
 def test_right_experts_of_other_weights_go_on(ranks, tmp_path, checkpoint, weights):
@@ -171,12 +171,12 @@ def test_right_experts_of_other_weights_go_on(ranks, tmp_path, checkpoint, weigh
 def test_unknown_experts_are_one_line(ranks, tmp_path, checkpoint, right, share, is_said):
     is_unknown = torch.rand(SEQUENCES, LENGTH, generator=torch.Generator().manual_seed(1)) < share
     batch = replace(right, routed_experts=torch.where(is_unknown[..., None, None], -1, right.routed_experts))
-    words = words_of(tmp_path, checkpoint, [batch, batch], None, "--train-iters=2")
-    ((error, said),) = ranks.run(said_by_training, Layout(), words)
+    arguments = words_of(tmp_path, checkpoint, [batch, batch], None, "--train-iters=2")
+    ((error, message),) = ranks.run(said_by_training, Layout(), arguments)
     assert error is None
     for row in rows(tmp_path):
         assert row["routing/unknown"] == pytest.approx(share, abs=0.02)
-    unknown = [line for line in said.splitlines() if "routing/unknown" in line]
+    unknown = [line for line in message.splitlines() if "routing/unknown" in line]
     assert len(unknown) == is_said
     if is_said:
         assert f"{rows(tmp_path)[0]['routing/unknown']:.1%}" in unknown[0]
@@ -197,16 +197,16 @@ def live_run(words, shift):
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_first_batch_of_a_live_engine_is_judged(ranks, tmp_path, shift):
-    words = [*MODEL[:2], "--qk-layernorm", "--kv-channels=16", "--untie-embeddings-and-output-weights", *LIVE, *RUN]
-    words += ["--grpo-prompts-per-step=64", "--global-batch-size=256", "--train-iters=2", "--init-method-std=0.3"]
-    words += ["--rollout-rs-threshold=1e-9_1e9,1e9", "--rollout-check-tolerance=5", "--no-finetune"]
-    words += ["--rollout-dtype=fp8-e4m3"]
-    ((error, said),) = ranks.run(live_run, Layout(), flags(tmp_path, *words), shift)
+    arguments = [*MODEL[:2], "--qk-layernorm", "--kv-channels=16", "--untie-embeddings-and-output-weights", *LIVE, *RUN]
+    arguments += ["--grpo-prompts-per-step=64", "--global-batch-size=256", "--train-iters=2", "--init-method-std=0.3"]
+    arguments += ["--rollout-rs-threshold=1e-9_1e9,1e9", "--rollout-check-tolerance=5", "--no-finetune"]
+    arguments += ["--rollout-dtype=fp8-e4m3"]
+    ((error, message),) = ranks.run(live_run, Layout(), flags(tmp_path, *arguments), shift)
     if shift:
         assert "not those of the rollout batch after step 0" in error
         return
     assert error is None
-    assert said.count("routing replay:") == 1
+    assert message.count("routing replay:") == 1
     first, second = rows(tmp_path)
     assert first["routing/k3"] < first["routing/k3_without"]
     assert "routing/k3" not in second, "later batches cost no pass"
@@ -252,8 +252,8 @@ def test_small_batches_are_added_up_until_they_give_a_verdict(ranks, tmp_path, c
     wrong = replace(right, routed_experts=shifted(right.routed_experts, 1))
     batches = [replace(wrong.rows(slice(0, half)), sample_ids=torch.arange(half)) for _ in range(2)]
     more = [f"--grpo-prompts-per-step={half // 4}", f"--global-batch-size={half}", "--train-iters=2"]
-    ((error, said),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, batches, None, *more))
-    assert f"over {TOKENS // 2:,} tokens, too few" in said
+    ((error, message),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, batches, None, *more))
+    assert f"over {TOKENS // 2:,} tokens, too few" in message
     assert "not those of the rollout batch after step 1" in error
     assert f"over {TOKENS:,} tokens" in error
     assert len(rows(tmp_path)) == 1

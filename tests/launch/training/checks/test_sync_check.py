@@ -104,8 +104,8 @@ OLDER = "does the engine keep older weights"
 )
 def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path, fault, layout, more, made, message):
     """Only the last replica's engine is broken; the first sync cannot tell what later ones leave behind."""
-    words = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
-    said = agreed(ranks.run(run_broken, layout, words, fault, layout.dp - 1))
+    arguments = flags(tmp_path, *RUN, "--rollout-dtype=fp32", *layout.flags(), *more)
+    said = agreed(ranks.run(run_broken, layout, arguments, fault, layout.dp - 1))
     assert said.startswith("RunError: ")
     assert message in said
     if "sync" in said:
@@ -117,17 +117,17 @@ def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path,
 
 def test_an_engine_that_fails_in_the_probe_ends_its_rank(ranks, tmp_path):
     layout = Layout(dp=2)
-    words = flags(tmp_path, *RUN, *layout.flags())
+    arguments = flags(tmp_path, *RUN, *layout.flags())
     with pytest.raises(RankFailure, match="the check of the rollout engine failed: RuntimeError: out of paper"):
-        ranks.run(run_broken, layout, words, silent, 1)
+        ranks.run(run_broken, layout, arguments, silent, 1)
 
 
 def test_a_batch_of_which_nothing_is_accepted_tells_too(ranks, tmp_path):
     """No step is made, and the ranks hear of it at the step's end."""
     plain = [word for word in RUN if not word.startswith("--rollout-rs")]
-    words = flags(tmp_path, *plain, "--rollout-dtype=fp32", "--rollout-rs=token_k3", "--rollout-rs-threshold=1e-3")
-    words += ["--bad-steps=skip"]
-    (message,) = ranks.run(run_broken, Layout(), words, far, 0)
+    arguments = flags(tmp_path, *plain, "--rollout-dtype=fp32", "--rollout-rs=token_k3", "--rollout-rs-threshold=1e-3")
+    arguments += ["--bad-steps=skip"]
+    (message,) = ranks.run(run_broken, Layout(), arguments, far, 0)
     assert "after the weight sync of step 1 the rollout engine and the trainer disagree by" in message
     assert [row["skipped_steps"] for row in rows(tmp_path)] == [0, 1]
 
@@ -149,8 +149,8 @@ def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout,
 
 
 def test_the_tolerance_is_a_flag(ranks, tmp_path):
-    words = flags(tmp_path, *RUN, "--rollout-dtype=int8", "--rollout-check-tolerance=1e-7")
-    (message,) = ranks.run(run_training, Layout(), words)
+    arguments = flags(tmp_path, *RUN, "--rollout-dtype=int8", "--rollout-check-tolerance=1e-7")
+    (message,) = ranks.run(run_training, Layout(), arguments)
     assert "nats a token, up to 1e-07 is rounding" in message
     loose = flags(tmp_path, *RUN, "--rollout-dtype=fp32", "--rollout-check-tolerance=100")
     assert ranks.run(run_broken, Layout(), loose, PackedHead, 0) == [None]
@@ -172,8 +172,8 @@ def run_counted(words, blind):
 
 def test_the_check_of_a_batch_makes_no_collective(ranks, tmp_path):
     layout = Layout(cp=2, pp=2)
-    words = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=2")
-    seeing, blind = (ranks.run(run_counted, layout, words, blind) for blind in (False, True))
+    arguments = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=2")
+    seeing, blind = (ranks.run(run_counted, layout, arguments, blind) for blind in (False, True))
     assert seeing == blind
     assert seeing[0][0] is None
     assert min(seeing[0][1].values()) > 0
@@ -216,8 +216,8 @@ def run_probed(words, restarts=()):
 )
 def test_a_probe_follows_the_syncs_that_no_batch_can_tell_of(ranks, tmp_path, more, restarts, expected):
     layout = Layout(dp=2 if restarts else 1)
-    words = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=4", *more)
-    assert ranks.run(run_probed, layout, words, restarts) == [(None, expected)] * layout.dp
+    arguments = flags(tmp_path, *RUN, *layout.flags(), "--train-iters=4", *more)
+    assert ranks.run(run_probed, layout, arguments, restarts) == [(None, expected)] * layout.dp
 
 
 def batch_check_of(words, step, wrong):
@@ -242,10 +242,10 @@ def batch_check_of(words, step, wrong):
 
 
 def test_only_tokens_of_the_newest_weights_are_compared(ranks, tmp_path):
-    words = flags(tmp_path, "--rollout-dtype=fp32")
+    arguments = flags(tmp_path, "--rollout-dtype=fp32")
 
     def found(step, wrong):
-        (result,) = ranks.run(batch_check_of, Layout(), words, step, wrong)
+        (result,) = ranks.run(batch_check_of, Layout(), arguments, step, wrong)
         return result
 
     assert found(1, wrong=0) == {"rollout/sync_error": 0}

@@ -24,9 +24,9 @@ def steps_counted(device):
 
     def counted(self, *args, **options):
         before = device.waits.copy()
-        found = accumulate(self, *args, **options)
+        results = accumulate(self, *args, **options)
         steps.append(device.waits - before)
-        return found
+        return results
 
     with mock.patch.object(Trainer, "accumulate", counted):
         yield steps
@@ -64,8 +64,8 @@ def train(words):
 
 @pytest.mark.processes
 def test_a_run(tmp_path):
-    words = [*WHOLE_RUN, f"--runs-dir={tmp_path}", "--run-name=run", f"--save={tmp_path / 'checkpoints'}"]
-    code, _, errors = finish(ForkedCall(tmp_path, train, words))
+    arguments = [*WHOLE_RUN, f"--runs-dir={tmp_path}", "--run-name=run", f"--save={tmp_path / 'checkpoints'}"]
+    code, _, errors = finish(ForkedCall(tmp_path, train, arguments))
     assert code == 0, errors
     row = read(tmp_path / "run")[-1]
     assert row["perf/peak_memory_gib"] == 1

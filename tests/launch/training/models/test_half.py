@@ -39,9 +39,9 @@ def settle(words):
 
 def test_it_takes_the_steps_of_float32(ranks, tmp_path):
     layout = Layout(tp=2, sp=True)
-    words = flags(tmp_path, *layout.flags(), "--lr=1e-3", "--adam-eps=1e-2")
-    plain = ranks.run(steps, layout, words, 2)[0]
-    half = ranks.run(steps, layout, [*words, "--fp16", "--initial-loss-scale=1024"], 2)[0]
+    arguments = flags(tmp_path, *layout.flags(), "--lr=1e-3", "--adam-eps=1e-2")
+    plain = ranks.run(steps, layout, arguments, 2)[0]
+    half = ranks.run(steps, layout, [*arguments, "--fp16", "--initial-loss-scale=1024"], 2)[0]
     for step, want in zip(half, plain, strict=True):
         assert step.pop("loss_scale") == 1024
         assert step == pytest.approx(want, rel=4e-3, abs=2e-3)
@@ -50,11 +50,11 @@ def test_it_takes_the_steps_of_float32(ranks, tmp_path):
 
 def test_an_overflow_is_no_bad_step(ranks, tmp_path):
     """Each halves the scale, until a step is the one that float32 makes; a checkpoint keeps the scale."""
-    words = flags(tmp_path, f"--save={tmp_path}/saved", "--lr=1e-3", "--use-distributed-optimizer")
-    words += ["--overlap-param-gather"]
-    ((plain,), _) = ranks.run(steps, Layout(dp=2), words, 1)
+    arguments = flags(tmp_path, f"--save={tmp_path}/saved", "--lr=1e-3", "--use-distributed-optimizer")
+    arguments += ["--overlap-param-gather"]
+    ((plain,), _) = ranks.run(steps, Layout(dp=2), arguments, 1)
     scale = [f"--initial-loss-scale={TOO_HIGH}", "--hysteresis=1"]
-    rows, kept = ranks.run(settle, Layout(dp=2), [*words, "--fp16", *scale])[0]
+    rows, kept = ranks.run(settle, Layout(dp=2), [*arguments, "--fp16", *scale])[0]
     *overflows, made = rows
     assert overflows
     assert all(row["same"] for row in rows)

@@ -124,11 +124,11 @@ def test_optimizer_steps_in_layouts_are_those_of_the_gpt_model(ranks, tmp_path, 
 def train(words, steps):
     """Metrics of the steps up to this number; then a checkpoint is written."""
     trainer = make_trainer(words)
-    found = []
+    results = []
     for index in range(trainer.iteration, steps):
-        found.append(trainer.update(trainer.prepare(share(trainer, index)), 0))
+        results.append(trainer.update(trainer.prepare(share(trainer, index)), 0))
     trainer.save()
-    return found
+    return results
 
 
 PPO = ["--num-layers=3", "--lr=1e-3", "--advantage-estimator=gae", "--critic-lr=2e-3", "--grpo-kl-beta=0.05"]
@@ -141,11 +141,11 @@ SPREAD = ["--use-distributed-optimizer", *EXPERTS, "--moe-layer-freq=[0]*1+[1]*2
 )
 def test_a_run_goes_on_with_either_model(ranks, tmp_path, layout, more):
     """Policy, critic, reference and optimizers, to the last bit; and on stages with one layer and with two."""
-    (gpt, hybrid), words = KINDS, flags(tmp_path, *PPO, *more)
+    (gpt, hybrid), arguments = KINDS, flags(tmp_path, *PPO, *more)
 
     def to_step(steps, kind, save, *words_of_layout, layout=layout, load=None):
         places = [f"--save={tmp_path}/{save}", *([f"--load={tmp_path}/{load}"] if load else [])]
-        return ranks.run(train, layout, [*words, *layout.flags(), kind, *places, *words_of_layout], steps)[0]
+        return ranks.run(train, layout, [*arguments, *layout.flags(), kind, *places, *words_of_layout], steps)[0]
 
     whole = to_step(3, gpt, "whole")
     assert to_step(1, hybrid, "one") == whole[:1]
@@ -161,16 +161,16 @@ def test_a_run_goes_on_with_either_model(ranks, tmp_path, layout, more):
 def test_a_run_with_an_engine_is_the_gpt_models(ranks, tmp_path):
     """Rollouts of an engine, steps, checkpoints, and the trained model as a Hugging Face directory."""
     layout = Layout(tp=2, dp=2)
-    found = []
+    results = []
     saved = []
     for kind in KINDS:
         folder = tmp_path / kind
         more = [*LIVE, "--train-iters=3", kind, f"--save={folder}/save", f"--save-hf={folder}/hf", *layout.flags()]
         assert set(ranks.run(run_training, layout, flags(folder, *more))) == {None}
-        found.append(without_times(folder))
+        results.append(without_times(folder))
         saved.append(load_file(folder / "hf" / "step-3" / "model.safetensors"))
-    assert found[0] == found[1]
-    assert [row["step"] for row in found[1]] == [1, 2, 3]
+    assert results[0] == results[1]
+    assert [row["step"] for row in results[1]] == [1, 2, 3]
     assert_equal(*saved)
     export.main([f"--load={folder}/save", f"--save-hf={folder}/exported"])
     assert_equal(saved[1], load_file(folder / "exported" / "model.safetensors"))
@@ -215,8 +215,8 @@ def test_the_dry_run_names_the_memory_of_a_gpt_model(tmp_path, model):
     from megatron_rc.launch.dry_run.memory import stage_memories
 
     layout = Layout(pp=2)
-    words = flags(tmp_path, *layout.flags(), "--advantage-estimator=gae", model=MODELS[model])
-    gpt, hybrid = (stage_memories(run_config([*words, kind], layout.world, engine=False)) for kind in KINDS)
+    arguments = flags(tmp_path, *layout.flags(), "--advantage-estimator=gae", model=MODELS[model])
+    gpt, hybrid = (stage_memories(run_config([*arguments, kind], layout.world, engine=False)) for kind in KINDS)
     assert gpt == hybrid
 
 

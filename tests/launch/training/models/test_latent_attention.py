@@ -42,7 +42,7 @@ def test_gradients_are_those_of_transformers(ranks, folder):
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 30, (2, 16), generator=generator)
     upstream = torch.randn(2, 16, 30, generator=generator)
-    (found,) = ranks.run(gradients, Layout(), words_of(folder, Layout()), tokens, upstream)
+    (results,) = ranks.run(gradients, Layout(), words_of(folder, Layout()), tokens, upstream)
     # The faster kernels of its experts have no float64.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, experts_implementation="eager", dtype=torch.float64
@@ -50,14 +50,14 @@ def test_gradients_are_those_of_transformers(ranks, folder):
     (model(tokens).logits * upstream).sum().backward()
     for parameter in model.parameters():
         parameter.data.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    wanted = checkpoint_tensors(model)
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
+    expected = checkpoint_tensors(model)
+    assert results.keys() == expected.keys()
+    for name, value in results.items():
         if BIAS not in name:
-            scale = float(wanted[name].abs().max())
+            scale = float(expected[name].abs().max())
             assert scale > 0 or is_expert(name), name
             torch.testing.assert_close(
-                value.double(), wanted[name], rtol=0, atol=max(1e-4 * scale, 1e-7), msg=lambda m, n=name: n
+                value.double(), expected[name], rtol=0, atol=max(1e-4 * scale, 1e-7), msg=lambda m, n=name: n
             )
 
 
@@ -90,16 +90,16 @@ def single(ranks, folder):
 )
 def test_layouts_take_the_steps_of_one_process(ranks, folder, single, layout, more):
     before = load_file(folder / "model.safetensors")
-    words = [*words_of(folder, layout), "--micro-batch-size=8", *SGD, *more]
-    found = ranks.run(train, layout, words)
-    assert {floor for floor, _ in found} <= {0, None}, "what is scored is what is trained"
-    wanted = single[tuple(more) if more == BALANCED else ()]
-    for weights in (weights for _, weights in found if weights):
-        assert weights.keys() == wanted.keys()
+    arguments = [*words_of(folder, layout), "--micro-batch-size=8", *SGD, *more]
+    results = ranks.run(train, layout, arguments)
+    assert {floor for floor, _ in results} <= {0, None}, "what is scored is what is trained"
+    expected = single[tuple(more) if more == BALANCED else ()]
+    for weights in (weights for _, weights in results if weights):
+        assert weights.keys() == expected.keys()
         for name, value in weights.items():
             if BIAS in name:
                 assert torch.equal(value, before[name]), name
-            scale = float((wanted[name] - before[name]).abs().max())
+            scale = float((expected[name] - before[name]).abs().max())
             # To some experts no token goes.
             assert scale > 0 or BIAS in name or is_expert(name), name
-            torch.testing.assert_close(value, wanted[name], rtol=0, atol=max(1e-3 * scale, 1e-7))
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=max(1e-3 * scale, 1e-7))

@@ -46,11 +46,11 @@ class MoeCase(Case):
 
     @property
     def objective(self):
-        found = super().objective
+        results = super().objective
         if not self.original:
-            return found
-        words = (*found.words, "--rejection-denominator=original")
-        return replace(found, words=words, settings=replace(found.settings, denominator="original"))
+            return results
+        arguments = (*results.words, "--rejection-denominator=original")
+        return replace(results, words=arguments, settings=replace(results.settings, denominator="original"))
 
     def words(self, folder):
         experts = [f"--num-experts={EXPERTS}", f"--moe-ffn-hidden-size={training_oracle.EXPERT_INNER}"]

@@ -56,7 +56,7 @@ def test_gradients_are_those_of_transformers(ranks, folders, name):
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 30, (2, 16), generator=generator)
     upstream = torch.randn(2, 16, 30, generator=generator)
-    (found,) = ranks.run(gradients, Layout(), words_of(folders[name], Layout()), tokens, upstream)
+    (results,) = ranks.run(gradients, Layout(), words_of(folders[name], Layout()), tokens, upstream)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folders[name],
         dtype=torch.float64,
@@ -66,13 +66,13 @@ def test_gradients_are_those_of_transformers(ranks, folders, name):
     (model(tokens).logits * upstream).sum().backward()
     for parameter in model.parameters():
         parameter.data.copy_(parameter.grad)
-    wanted = checkpoint_tensors(model)
-    assert found.keys() == wanted.keys()
-    for tensor, value in found.items():
-        scale = float(wanted[tensor].abs().max())
+    expected = checkpoint_tensors(model)
+    assert results.keys() == expected.keys()
+    for tensor, value in results.items():
+        scale = float(expected[tensor].abs().max())
         assert scale > 0, tensor
         # The gradient of the keys' bias is 0 without rotation: rounding alone is left of it.
-        torch.testing.assert_close(value.double(), wanted[tensor], rtol=0, atol=1e-4 * scale, msg=tensor)
+        torch.testing.assert_close(value.double(), expected[tensor], rtol=0, atol=1e-4 * scale, msg=tensor)
 
 
 def train(words):
@@ -89,10 +89,10 @@ def train(words):
 @pytest.mark.parametrize(("name", "layout", "more"), CASES, ids=str)
 def test_layouts_take_the_steps_of_one_process(ranks, folders, name, layout, more):
     before = load_file(folders[name] / "model.safetensors")
-    (wanted,) = ranks.run(train, Layout(), [*words_of(folders[name], Layout()), *SGD])
-    (found,) = filter(None, ranks.run(train, layout, [*words_of(folders[name], layout, *more), *SGD]))
-    assert found.keys() == wanted.keys()
-    for tensor, value in found.items():
-        scale = float((wanted[tensor] - before[tensor]).abs().max())
+    (expected,) = ranks.run(train, Layout(), [*words_of(folders[name], Layout()), *SGD])
+    (results,) = filter(None, ranks.run(train, layout, [*words_of(folders[name], layout, *more), *SGD]))
+    assert results.keys() == expected.keys()
+    for tensor, value in results.items():
+        scale = float((expected[tensor] - before[tensor]).abs().max())
         assert scale > 0, tensor
-        torch.testing.assert_close(value, wanted[tensor], rtol=0, atol=max(1e-3 * scale, 1e-7), msg=tensor)
+        torch.testing.assert_close(value, expected[tensor], rtol=0, atol=max(1e-3 * scale, 1e-7), msg=tensor)

@@ -35,14 +35,14 @@ def forgetful(words):
 
 def test_overlapping_takes_the_same_steps(ranks, tmp_path):
     layout = Layout(pp=2, dp=2, vpp=True)
-    words = flags(tmp_path, *layout.flags(), "--use-distributed-optimizer", "--lr=1e-2", "--adam-eps=1e-2")
-    plain = ranks.run(steps_and_weights, layout, words)
-    overlapped = ranks.run(steps_and_weights, layout, [*words, *OVERLAP])
+    arguments = flags(tmp_path, *layout.flags(), "--use-distributed-optimizer", "--lr=1e-2", "--adam-eps=1e-2")
+    plain = ranks.run(steps_and_weights, layout, arguments)
+    overlapped = ranks.run(steps_and_weights, layout, [*arguments, *OVERLAP])
     for (steps, weights), (expected, wanted) in zip(overlapped, plain, strict=True):
         for step, want in zip(steps, expected, strict=True):
             assert step == pytest.approx(want, rel=1e-4, abs=1e-7)
         for weight, other in zip(weights, wanted, strict=True):
             # The gradient's norm is summed by buckets, so a weight may differ by two float32 steps of its size.
             torch.testing.assert_close(weight, other, rtol=2.4e-7, atol=1e-7)
-    _, weights = ranks.run(forgetful, layout, [*words, *OVERLAP])[0]
+    _, weights = ranks.run(forgetful, layout, [*arguments, *OVERLAP])[0]
     assert max(float((one - other).abs().max()) for one, other in zip(weights, plain[0][1], strict=True)) > 1e-4

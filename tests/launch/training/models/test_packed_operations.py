@@ -23,9 +23,13 @@ def update(words):
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2)], ids=str)
 def test_a_packed_update_asks_for_few_operations_more(ranks, tmp_path, layout):
-    words = flags(tmp_path, *layout.flags(), "--num-layers=2", f"--micro-batch-size={RESPONSES}", "--always-score")
-    words += [f"--grpo-prompts-per-step={RESPONSES // 4}", f"--global-batch-size={RESPONSES}", "--grpo-iterations=1"]
-    packed = [*words, "--rl-use-sequence-packing", f"--rl-sequence-packing-bin-size={RESPONSES * LENGTH}"]
-    padded, packed = (ranks.run(update, layout, given)[0] for given in (words, packed))
+    arguments = flags(tmp_path, *layout.flags(), "--num-layers=2", f"--micro-batch-size={RESPONSES}", "--always-score")
+    arguments += [
+        f"--grpo-prompts-per-step={RESPONSES // 4}",
+        f"--global-batch-size={RESPONSES}",
+        "--grpo-iterations=1",
+    ]
+    packed = [*arguments, "--rl-use-sequence-packing", f"--rl-sequence-packing-bin-size={RESPONSES * LENGTH}"]
+    padded, packed = (ranks.run(update, layout, given)[0] for given in (arguments, packed))
     for of_packed, of_padded in zip(packed, padded, strict=True):
         assert of_packed <= 2 * of_padded

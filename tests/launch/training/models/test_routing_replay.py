@@ -57,9 +57,9 @@ def test_every_layout_is_the_reference(ranks, tmp_path, case):
     assert len(routers) == training_oracle.LAYERS
     assert all(whole_gradients(everywhere, 0)[name].norm() > 0 for name in routers)
     for index in range(MINI_BATCHES) if case.replayed != "old" else ():
-        wanted = wanted_shares(case, index)
+        expected = wanted_shares(case, index)
         for rank in everywhere:
-            assert {name: rank.metrics[index][name] for name in wanted} == pytest.approx(wanted)
+            assert {name: rank.metrics[index][name] for name in expected} == pytest.approx(expected)
 
 
 def test_auxiliary_losses_count_the_routers_own_choice(ranks, tmp_path):
@@ -73,8 +73,8 @@ def test_auxiliary_losses_count_the_routers_own_choice(ranks, tmp_path):
     for index in range(MINI_BATCHES):
         rows = [*range(index * PER_MINI_BATCH, (index + 1) * PER_MINI_BATCH)]
         auxiliary = training_oracle.auxiliary_gradients(new, data.tokens, [rows], BALANCING, Z, routes)
-        wanted = {name: gradient + auxiliary[name] for name, gradient in objective.gradients[index].items()}
-        assert_gradients(whole_gradients(everywhere, index), wanted, TO_REFERENCE)
+        expected = {name: gradient + auxiliary[name] for name, gradient in objective.gradients[index].items()}
+        assert_gradients(whole_gradients(everywhere, index), expected, TO_REFERENCE)
 
 
 @pytest.mark.parametrize("pattern", ["[0,0,1,1]", "[1,0,1,0]"])
@@ -82,8 +82,8 @@ def test_stages_without_experts_and_dense_layers_between(ranks, tmp_path, patter
     """The metrics name the layers with experts; the second step on a batch differs from the pass that it replays."""
     layout = Layout(pp=2)
     replay = ["--moe-enable-routing-replay", "--moe-routing-replay-source=old"]
-    words = ["--num-experts=4", "--moe-ffn-hidden-size=24", f"--moe-layer-freq={pattern}", *replay]
-    everywhere = ranks.run(train_recorded, layout, flags(tmp_path, *words, *layout.flags()), 1)
+    arguments = ["--num-experts=4", "--moe-ffn-hidden-size=24", f"--moe-layer-freq={pattern}", *replay]
+    everywhere = ranks.run(train_recorded, layout, flags(tmp_path, *arguments, *layout.flags()), 1)
     layers = [layer for layer, kind in enumerate(pattern[1:-1].split(",")) if kind == "1"]
     for first, second in everywhere:
         names = {f"routing/differing_layer_{layer}" for layer in layers}
@@ -154,8 +154,8 @@ def test_known_experts_are_replayed_as_by_megatron(settings):
     ours.experts = experts.short()
     ours.is_running = True
     replayed = routed(ours, logits, settings)
-    for got, wanted in zip(replayed, routed(theirs, logits, settings), strict=True):
-        assert torch.equal(got, wanted)
+    for got, expected in zip(replayed, routed(theirs, logits, settings), strict=True):
+        assert torch.equal(got, expected)
     unknown = torch.arange(40) % 3 == 0
     partly = torch.where(torch.arange(3) == 1, -1, experts)
     ours.experts = torch.where(unknown.unsqueeze(1), partly, experts).short()

@@ -62,9 +62,9 @@ def compare(module, inputs, run, expected, upstream):
     leaves = [*inputs, *module.parameters()]
     output = run(*inputs)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
-    found = torch.autograd.grad((output * upstream).sum(), leaves)
+    results = torch.autograd.grad((output * upstream).sum(), leaves)
     wanted = torch.autograd.grad((expected * upstream).sum(), leaves)
-    for gradient, wanted_gradient in zip(found, wanted, strict=True):
+    for gradient, wanted_gradient in zip(results, wanted, strict=True):
         assert wanted_gradient.abs().max() > 0
         torch.testing.assert_close(gradient, wanted_gradient, rtol=0, atol=1e-5)
 

@@ -34,14 +34,14 @@ def events_of(folder):
 
 
 def text_of(events, name):
-    (found,) = events.Tensors(name)
-    return found.tensor_proto.string_val[0]
+    (results,) = events.Tensors(name)
+    return results.tensor_proto.string_val[0]
 
 
 def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path):
     timers = ("--log-timers-to-tensorboard", "--timing-log-level=1")
-    words = flags(tmp_path, *LIVE, "--train-iters=2", *timers)
-    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
+    arguments = flags(tmp_path, *LIVE, "--train-iters=2", *timers)
+    assert ranks.run(run_training, Layout(dp=2), arguments) == [None, None]
     events = events_of(tmp_path)
     row, names = rows(tmp_path)[-1], {name for row in rows(tmp_path) for name in row} - {"step"}
     # Names with a section are as they were.
@@ -85,8 +85,10 @@ def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path):
 
 @pytest.mark.parametrize("more", [(), ("--bypass-mode",)])
 def test_a_step_that_is_left_out_has_the_histograms_of_its_correction(ranks, tmp_path, more):
-    words = flags(tmp_path, *LIVE, "--train-iters=1", "--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", *more)
-    (message,) = ranks.run(run_training, Layout(), words)
+    arguments = flags(
+        tmp_path, *LIVE, "--train-iters=1", "--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", *more
+    )
+    (message,) = ranks.run(run_training, Layout(), arguments)
     assert "no token was accepted" in message
     events = events_of(tmp_path)
     assert {"rollout_corr/log_ratio", "rollout_corr/rollout_is", "reward/rewards"} <= set(events.Tags()["histograms"])
@@ -111,7 +113,7 @@ def records_of(folder):
             data = file.read()
             whole = b""
             at = 7
-            found = []
+            results = []
         while at + 7 <= len(data):
             if 32768 - at % 32768 < 7:
                 at += 32768 - at % 32768
@@ -123,8 +125,8 @@ def records_of(folder):
                 record = wandb_internal_pb2.Record.FromString(whole)
                 whole = b""
                 kind = record.WhichOneof("record_type")
-                found.append((kind, getattr(record, kind)))
-        yield found
+                results.append((kind, getattr(record, kind)))
+        yield results
 
 
 @pytest.fixture(scope="module")
@@ -147,21 +149,21 @@ def logged(offline, repository, tmp_path_factory):
         (records of both, what was said of it, the run's folder).
     """
     folder = tmp_path_factory.mktemp("runs")
-    words = flags(folder, "--run-name=run", "--wandb-project=sums", "--wandb-entity=us", "--log-interval=2")
-    first = Reporter(run_config(words), 0)
+    arguments = flags(folder, "--run-name=run", "--wandb-project=sums", "--wandb-entity=us", "--log-interval=2")
+    first = Reporter(run_config(arguments), 0)
     first.step(1, METRICS, LOG_RATIO)
     first.step(2, METRICS, LOG_RATIO)
     first.__exit__(ValueError)
-    then = Reporter(run_config(words), 2)
+    then = Reporter(run_config(arguments), 2)
     then.step(4, METRICS)
     # What a lost service does: the library raises at each call.
     then.wandb.finish(0)
     with mock.patch.object(Reporter, "say") as say:
         then.step(6, METRICS)
         then.step(8, METRICS)
-    said = [call.args[0] for call in say.call_args_list]
+    message = [call.args[0] for call in say.call_args_list]
     then.close("finished")
-    return list(records_of(folder / "run")), said, folder / "run"
+    return list(records_of(folder / "run")), message, folder / "run"
 
 
 def of_kind(records, kind):
@@ -195,13 +197,13 @@ def test_weights_and_biases_get_flags_and_versions_sections_and_histograms(logge
 
 @pytest.mark.processes
 def test_a_run_that_goes_on_goes_on_in_weights_and_biases_whose_failure_costs_a_line(logged):
-    (first, then), said, folder = logged
+    (first, then), message, folder = logged
     assert [record.exit_code for record in of_kind(first, "exit")] == [1], "it failed"
     begun = of_kind(first, "run")[0].run_id
     resumed = of_kind(then, "run")[0].run_id
     assert begun == resumed == (folder / "wandb-id.txt").read_text().strip()
     assert [record.step.num for record in of_kind(then, "history")] == [4]
-    (line,) = said
+    (line,) = message
     assert re.match(r"--wandb-project sums failed \(\w+: .+\): the run goes on .* metrics\.jsonl ", line)
     steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 4, 6, 8]
@@ -228,9 +230,9 @@ def run_without_a_key(words, folder):
 
 
 def test_weights_and_biases_that_cannot_begin_end_the_run(offline, ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, "--wandb-project=sums", "--train-iters=2")
-    (said,) = ranks.run(run_without_a_key, Layout(), words, str(tmp_path))
-    assert re.match(r"ConfigurationError: --wandb-project sums failed \(UsageError: .*API key.*\): ", said)
+    arguments = flags(tmp_path, *LIVE, "--wandb-project=sums", "--train-iters=2")
+    (message,) = ranks.run(run_without_a_key, Layout(), arguments, str(tmp_path))
+    assert re.match(r"ConfigurationError: --wandb-project sums failed \(UsageError: .*API key.*\): ", message)
 
 
 def test_temporary_folders_of_wandb_lie_in_the_launchers(tmp_path, monkeypatch):

@@ -23,14 +23,14 @@ def metrics_of(config):
 def test_the_bounds_of_the_warning_reject_about_five_percent():
     metrics = metrics_of(GEO)
     assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] > 0.5
-    words = warn_of_bounds(metrics, GEO)
-    assert "0.999_1.001" in words
-    assert "--rollout-rs-threshold" in words
-    (bounds,) = re.findall(r"; (\S+) would reject", words)
+    arguments = warn_of_bounds(metrics, GEO)
+    assert "0.999_1.001" in arguments
+    assert "--rollout-rs-threshold" in arguments
+    (bounds,) = re.findall(r"; (\S+) would reject", arguments)
     wider = RolloutCorrectionConfig.decoupled_geo_rs(bounds)
-    found = metrics_of(wider)
-    assert 0.02 < found["rollout_corr/rollout_rs_seq_mean_k1_seq_masked_fraction"] < 0.08
-    assert warn_of_bounds(found, wider) is None
+    results = metrics_of(wider)
+    assert 0.02 < results["rollout_corr/rollout_rs_seq_mean_k1_seq_masked_fraction"] < 0.08
+    assert warn_of_bounds(results, wider) is None
     assert warn_of_bounds({"rollout_corr/kl": 0.0}, RolloutCorrectionConfig.decoupled_token_is()) is None
 
 
@@ -40,9 +40,9 @@ def test_the_bounds_of_the_warning_reject_about_five_percent():
 def test_policies_that_no_bounds_fit_get_none(mean, std):
     name = "rollout_corr/rollout_rs_seq_mean_k1"
     metrics = {f"{name}_masked_fraction": 0.9, f"{name}_seq_mean": mean, f"{name}_seq_std": std}
-    words = warn_of_bounds(metrics, GEO)
-    assert "megatron_rc.doctor" in words
-    assert "would reject" not in words
+    arguments = warn_of_bounds(metrics, GEO)
+    assert "megatron_rc.doctor" in arguments
+    assert "would reject" not in arguments
 
 
 @pytest.mark.parametrize(("mean", "std"), [(3.9, 0.2), (-3.9, 0.2), (0.0, 2e-5), (2.0, 1.0)])
@@ -58,8 +58,8 @@ def test_proposed_bounds_can_be_given(mean, std):
 
 @pytest.mark.parametrize("iteration", [0, 2])
 def test_a_run_warns_once_after_its_first_step(tmp_path, capsys, iteration):
-    words = "--train-iters=4 --rollout-rs=seq_mean_k1 --rollout-rs-threshold=0.999_1.001 --metric-prefix=mine/"
-    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", *words.split())), iteration)
+    arguments = "--train-iters=4 --rollout-rs=seq_mean_k1 --rollout-rs-threshold=0.999_1.001 --metric-prefix=mine/"
+    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", *arguments.split())), iteration)
     metrics = {name.replace("rollout_corr/", "mine/"): value for name, value in metrics_of(GEO).items()}
     for step in (1, 2):
         reporter.step(iteration + step, metrics)

@@ -46,14 +46,14 @@ def counted(words):
 @pytest.mark.parametrize("name", MODELS)
 def test_operations_are_those_that_pytorch_counts(ranks, tmp_path, name):
     model, more = MODELS[name]
-    told, found, masked = ranks.run(counted, Layout(), flags(tmp_path, *more.split(), model=model))[0]
-    assert told == found - masked
+    told, results, masked = ranks.run(counted, Layout(), flags(tmp_path, *more.split(), model=model))[0]
+    assert told == results - masked
 
 
 def test_every_step_tells_of_the_machines(ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, "--train-iters=2", "--tensor-model-parallel-size=2", "--device-peak-tflops=0.5")
-    words += ["--log-timers-to-tensorboard", "--timing-log-level=2"]
-    assert ranks.run(run_training, Layout(tp=2), words) == [None, None]
+    arguments = flags(tmp_path, *LIVE, "--train-iters=2", "--tensor-model-parallel-size=2", "--device-peak-tflops=0.5")
+    arguments += ["--log-timers-to-tensorboard", "--timing-log-level=2"]
+    assert ranks.run(run_training, Layout(tp=2), arguments) == [None, None]
     for row in rows(tmp_path):
         shares = [value for name, value in row.items() if re.fullmatch(r"perf/\w+_share", name)]
         assert sum(shares) == pytest.approx(1)
@@ -95,8 +95,8 @@ def test_the_rank_that_needs_most_is_named_on_all(ranks, tmp_path):
     peaks = [(metrics["perf/peak_memory_gib"], metrics["perf/peak_memory_rank"]) for metrics in metrics_of_ranks]
     assert peaks == [(2.0, 1.0)] * 4
     assert "perf/utilization" not in metrics_of_ranks[0], "nobody knows what this processor can do at best"
-    words = flags(tmp_path, "--rl-use-sequence-packing")
-    metrics_of_ranks = ranks.run(highest, Layout(dp=2), words)
+    arguments = flags(tmp_path, "--rl-use-sequence-packing")
+    metrics_of_ranks = ranks.run(highest, Layout(dp=2), arguments)
     names = {name for metrics in metrics_of_ranks for name in metrics}
     assert not [name for name in names if "flop" in name], "what the formula does not know is not told"
 

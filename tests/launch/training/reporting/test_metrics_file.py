@@ -125,13 +125,13 @@ def test_rows_are_appended_and_what_is_no_number_is_left_out_of_one(written):
 def test_a_file_that_cannot_be_read_ends_a_resumed_run(ranks, tmp_path):
     """One that can be opened."""
     folder = tmp_path / "run"
-    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
-    assert ranks.run(run_training, Layout(), [*words, "--train-iters=1"]) == [None]
+    arguments = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
+    assert ranks.run(run_training, Layout(), [*arguments, "--train-iters=1"]) == [None]
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").symlink_to("/proc/self/mem")
-    (said,) = ranks.run(run_training, Layout(), [*words, "--train-iters=2"])
-    assert said.startswith(f"ConfigurationError: the metrics in {folder} cannot be ")
-    assert "(Input/output error): " in said
+    (message,) = ranks.run(run_training, Layout(), [*arguments, "--train-iters=2"])
+    assert message.startswith(f"ConfigurationError: the metrics in {folder} cannot be ")
+    assert "(Input/output error): " in message
 
 
 def test_many_rows_are_thinned_but_not_the_last_ones_and_no_evaluation(tmp_path):

@@ -15,8 +15,8 @@ TP2 = ["--tensor-model-parallel-size=2"]
 
 
 def test_the_ranks_that_are_named_record_the_steps_that_are(ranks, tmp_path):
-    words = flags(tmp_path, *LIVE, *TP2, "--train-iters=3", *STEP_2, "--profile-ranks", "1")
-    assert ranks.run(run_training, Layout(tp=2), words) == [None, None]
+    arguments = flags(tmp_path, *LIVE, *TP2, "--train-iters=3", *STEP_2, "--profile-ranks", "1")
+    assert ranks.run(run_training, Layout(tp=2), arguments) == [None, None]
     (trace,) = (tmp_path / "run" / "profile").iterdir()
     assert trace.name == "rank1-steps2-2.json.gz"
     with gzip.open(trace, "rt") as opened:
@@ -37,9 +37,9 @@ def test_a_trace_that_cannot_be_written_at_the_end_fails_no_run(ranks, tmp_path)
     """A signal ends the run within the recording; its steps are saved."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").touch()
-    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--train-iters=9", "--profile")
-    words += ["--profile-step-start=1", "--profile-step-end=9"]
-    assert ranks.run(run_until_signal, Layout(), words, 3) == [True]
+    arguments = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--train-iters=9", "--profile")
+    arguments += ["--profile-step-start=1", "--profile-step-end=9"]
+    assert ranks.run(run_until_signal, Layout(), arguments, 3) == [True]
 
 
 def test_a_resumed_run_whose_steps_lie_behind_is_refused(tmp_path):

@@ -70,8 +70,8 @@ def test_a_disk_that_fills_up_under_tensorboard_alone_is_told(tmp_path, capsys, 
     with pytest.raises(ConfigurationError, match=r"cannot be written \(File too large\)"):
         reporter.step(1, METRICS)
     reporter.close("failed", code=1)
-    said = capsys.readouterr().err
-    assert f"TensorBoard's files in {reporter.board.writer.log_dir} are incomplete (File too large)" in said
+    message = capsys.readouterr().err
+    assert f"TensorBoard's files in {reporter.board.writer.log_dir} are incomplete (File too large)" in message
 
 
 def flush_again_and_again(board):
@@ -84,13 +84,15 @@ def test_files_that_can_grow_no_more_are_one_sentence(tmp_path, capsys, full):
     """The report cannot be written either, which does not hide why the run ends."""
     # TensorBoard gets nothing: the thread that it writes in would end with the same error, in the tests that follow.
     reporter = reporter_of(tmp_path, "--log-interval=1000")
-    words = f"the metrics in {tmp_path}/run cannot be written (File too large): make room, or choose another --runs-dir"
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
+    arguments = (
+        f"the metrics in {tmp_path}/run cannot be written (File too large): make room, or choose another --runs-dir"
+    )
+    with pytest.raises(ConfigurationError, match=re.escape(arguments)):
         write_until_full(reporter)
     reporter.__exit__(ValueError)
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1].endswith("run/report.html and summary.png could not be written (File too large)")
-    assert any(line.startswith("failed after step") for line in said)
+    message = capsys.readouterr().err.splitlines()
+    assert message[-1].endswith("run/report.html and summary.png could not be written (File too large)")
+    assert any(line.startswith("failed after step") for line in message)
 
 
 def write_until_full(reporter):
@@ -174,7 +176,7 @@ def test_the_doctor_speaks_where_it_is_asked_and_the_metrics_are(tmp_path, capsy
     for step in (1, 2, 3, 4):
         reporter.step(step, {f"{prefix}k3_kl": 0.1})
     reporter.close("finished")
-    said = capsys.readouterr().err
-    assert said.count("doctor after") == (1 if more else 0)
-    told = said.count("doctor after step 2: policies that differ by more than rounding (precision): ")
+    message = capsys.readouterr().err
+    assert message.count("doctor after") == (1 if more else 0)
+    told = message.count("doctor after step 2: policies that differ by more than rounding (precision): ")
     assert told == (1 if more else 0)

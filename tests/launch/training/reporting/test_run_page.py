@@ -81,7 +81,7 @@ def test_the_page_has_the_curves_the_numbers_the_settings_and_the_end(tmp_path):
     reader = Reader(text)
     assert reader.addresses == []
     assert "script" not in reader.tags
-    words = "\n".join(reader.texts)
+    arguments = "\n".join(reader.texts)
     for part in (
         "a $ run",
         "After step 60: finished at step 60, saved to ckpt",
@@ -89,7 +89,7 @@ def test_the_page_has_the_curves_the_numbers_the_settings_and_the_end(tmp_path):
         "python 3.11",
         "train-iters",
     ):
-        assert part in words
+        assert part in arguments
     history, _ = history_of(folder)
     charts = page_charts(history.series)
     assert reader.tags.count("svg") == len(charts) == 6
@@ -216,12 +216,12 @@ def test_names_and_answers_of_any_kind_stay_text(tmp_path):
     (folder / "eval" / "step-0000002.jsonl").write_text("\n".join(lines))
     (folder / "eval" / "step-0000003.jsonl").write_text("")
     reader = Reader(drawn(folder, HOSTILE))
-    words = "\n".join(reader.texts)
+    arguments = "\n".join(reader.texts)
     assert "script" not in reader.tags
-    assert f"After step 2: {HOSTILE}" in words
-    assert f"user: {HOSTILE}" in words
-    assert "x" * 2000 + " … 3000 more characters" in words
-    assert "The first 2 of eval/step-0000002.jsonl." in words
+    assert f"After step 2: {HOSTILE}" in arguments
+    assert f"user: {HOSTILE}" in arguments
+    assert "x" * 2000 + " … 3000 more characters" in arguments
+    assert "The first 2 of eval/step-0000002.jsonl." in arguments
 
 
 @pytest.mark.parametrize("text", [None, "", "{broken", '{"step": 1'])
@@ -258,8 +258,8 @@ def test_a_page_that_cannot_be_written_ends_the_command_with_1(tmp_path, capsys)
     with pytest.raises(SystemExit) as end:
         report.main([str(folder)])
     assert end.value.code == 1
-    said = f"error: {folder}/report.html could not be written (Is a directory): make room, or copy {folder}\n"
-    assert capsys.readouterr().err == said
+    message = f"error: {folder}/report.html could not be written (Is a directory): make room, or copy {folder}\n"
+    assert capsys.readouterr().err == message
 
 
 def test_metrics_that_cannot_be_read_are_named(tmp_path, capsys):

@@ -57,10 +57,10 @@ def test_a_directory_brings_weights_and_tokenizer_unless_another_is_given(tmp_pa
     transformers.AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path / "model")
     for name in ("model", "other"):
         tokenizer_folder(tmp_path / name)
-    words = [*COMMON, f"--load-hf={tmp_path}/model", f"--runs-dir={tmp_path}/runs", "--seq-length=64"]
-    own = sources_of(configure(words, 1)[0], None)
+    arguments = [*COMMON, f"--load-hf={tmp_path}/model", f"--runs-dir={tmp_path}/runs", "--seq-length=64"]
+    own = sources_of(configure(arguments, 1)[0], None)
     assert own["weights"] == own["tokenizer"] == f"{tmp_path}/model (--load-hf)"
-    other = sources_of(configure([*words, f"--tokenizer-model={tmp_path}/other"], 1)[0], None)
+    other = sources_of(configure([*arguments, f"--tokenizer-model={tmp_path}/other"], 1)[0], None)
     assert other["weights"] == f"{tmp_path}/model (--load-hf)"
     assert other["tokenizer"] == f"{tmp_path}/other (--tokenizer-model)"
 

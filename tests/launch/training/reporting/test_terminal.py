@@ -67,12 +67,12 @@ def test_a_terminal_shows_lines_and_a_bar(rows, columns):
 def test_a_narrow_terminal_shows_fewer_columns_and_a_dumb_one_has_no_bar(monkeypatch):
     shown = in_a_terminal(24, 20)
     lines = re.split(r"[\r\n]+", shown)
-    assert all(len(words) <= 20 for words in lines if "held out" not in words)
+    assert all(len(arguments) <= 20 for arguments in lines if "held out" not in arguments)
     assert " 6/6        0.6" in lines
     monkeypatch.setenv("TERM", "dumb")
     lines = in_a_terminal(24, 80).split("\r\n")
     steps = ["step reward kl", "4/6 0.4 0.01", "held out: 50.0% right", "6/6 0.6 0.01"]
-    assert [" ".join(words.split()[:3]) for words in lines[:2]] == steps[:2]
+    assert [" ".join(arguments.split()[:3]) for arguments in lines[:2]] == steps[:2]
     assert lines[2] == steps[2]
     assert " ".join(lines[3].split()[:3]) == steps[3]
     assert lines[4:] == ["finished", ""]
@@ -104,19 +104,21 @@ def test_a_reader_that_goes_away_ends_nothing(ends):
 def test_each_number_stands_below_its_title():
     metrics = {column.metric: -1.234567e-5 for column in COLUMNS} | {"perf/tokens_per_second": 1234567.0}
     titles = header(1000, 120)
-    words = line(10, 1000, metrics, left=4000.0, width=120)
-    assert len(titles) == len(words) <= 120
+    arguments = line(10, 1000, metrics, left=4000.0, width=120)
+    assert len(titles) == len(arguments) <= 120
     for column in COLUMNS:
         end = titles.index(column.title) + len(column.title)
-        assert words[end - 1] != " "
-        assert words[end : end + 1] == " "
+        assert arguments[end - 1] != " "
+        assert arguments[end : end + 1] == " "
     assert titles.endswith(" left")
-    assert words.endswith("1:06:40")
+    assert arguments.endswith("1:06:40")
 
 
 def test_missing_metrics_are_dashes_and_numbers_have_three_digits():
-    words = line(1, 2, {"reward/mean": 0.06619, "rollout_corr/rollout_is_eff_sample_size": 0.99812}, left=0, width=120)
-    assert words.split() == ["1/2", "0.0662", "-", "0.998", "-", "-", "-", "-", "-", "00:00"]
+    arguments = line(
+        1, 2, {"reward/mean": 0.06619, "rollout_corr/rollout_is_eff_sample_size": 0.99812}, left=0, width=120
+    )
+    assert arguments.split() == ["1/2", "0.0662", "-", "0.998", "-", "-", "-", "-", "-", "00:00"]
 
 
 def test_the_table_has_first_values_and_means_of_the_last_ones():
