@@ -19,10 +19,11 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_rc.launch.training.models import packed_rope
+from megatron_rc.launch.training.models.split_over_tp import SplitOverTp
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout, shard_positions
 
@@ -173,7 +174,7 @@ class WholeLinear(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
-class LocalAttention(torch.nn.Module):
+class LocalAttention(SplitOverTp):
     """Causal scaled-dot-product attention over padded or packed sequences, sharded in zigzag over the CP group.
 
     Each rank gathers the keys and values of whole sequences; the backward is a reduce-scatter. A query sees the keys up
@@ -310,20 +311,6 @@ class LocalAttention(torch.nn.Module):
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return output.transpose(1, 2)[..., :width]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The sharded state: sinks are cut over the TP ranks, as Megatron's own attention stores them."""
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        return sharded
 
 
 def _make_sinks(config: TransformerConfig, tp_size: int) -> torch.nn.Parameter:

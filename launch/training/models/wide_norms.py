@@ -12,8 +12,9 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from megatron_rc.launch.training.models.split_over_tp import SplitOverTp
 
 
 def use_norms_over_all_heads(layer: Any) -> None:
@@ -23,7 +24,7 @@ def use_norms_over_all_heads(layer: Any) -> None:
     attention.k_layernorm = KeyNorm
 
 
-class WideNorm(torch.nn.Module):
+class WideNorm(SplitOverTp):
     """RMSNorm over the last two dimensions, heads and their width; each TP rank holds the weights of its own heads.
 
     Args:
@@ -52,20 +53,6 @@ class WideNorm(torch.nn.Module):
         squares = copy_to_tensor_model_parallel_region(summed, group=self.tp_group)
         normed = own_heads * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed).to(values.dtype).view_as(values)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The sharded state: the weight is cut over the TP ranks."""
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        return sharded
 
 
 class QueryNorm(WideNorm):
