@@ -70,7 +70,7 @@ run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 study: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study main $(if $(DATA),--data $(DATA))
 
-# All runs of one process: also other baselines, long responses, realistic mismatches and an entropy bonus.
+# All runs of one process, about nine hours of a processor: every block below too.
 study-all: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study all $(if $(DATA),--data $(DATA))
 

@@ -161,17 +161,26 @@ def _check_names(args: argparse.Namespace) -> None:
 
 
 def _check_resolves(host: str, user: str, remedy: str) -> None:
-    """Refuse a machine's name without an address, which torch would look up for minutes.
+    """Refuse a machine's name without an address: torch would look it up for minutes, and ignore Ctrl-C meanwhile.
 
     The message has ``user``, the flag with the name, and ``remedy``.
     """
-    until = time.monotonic() + LOOKUP_SECONDS
-    while time.monotonic() < until:
-        with suppress(OSError, UnicodeError):
-            socket.getaddrinfo(host, None)
-            return
-        time.sleep(_AGAIN_SECONDS)
-    raise ConfigurationError(f"{user}: the name {host} has no address, looked up for {LOOKUP_SECONDS:.0f} s: {remedy}")
+    has_address = threading.Event()
+
+    def look_up() -> None:
+        until = time.monotonic() + LOOKUP_SECONDS
+        while not has_address.is_set() and time.monotonic() < until:
+            with suppress(OSError, UnicodeError):
+                socket.getaddrinfo(host, None)
+                has_address.set()
+            time.sleep(_AGAIN_SECONDS)
+
+    # In a thread: without an answer from the name server, getaddrinfo alone blocks for longer than LOOKUP_SECONDS.
+    threading.Thread(target=look_up, daemon=True).start()
+    if not has_address.wait(LOOKUP_SECONDS):
+        raise ConfigurationError(
+            f"{user}: the name {host} has no address, looked up for {LOOKUP_SECONDS:.0f} s: {remedy}"
+        )
 
 
 def _signal_that_came() -> signal.Signals | None:

@@ -203,7 +203,8 @@ def mixture_statistics(
         normalizers = log_normalizers[:, part.index].unsqueeze(2)
         log_p, log_q, log_mixture = scratch.of(x)
         _log_probs(x, y, normalizers, log_p, log_q, options)
-        sums[:, part.index] = _mixture_sums(log_p.exp_(), log_q.exp_(), log_mixture, options)
+        floor = torch.finfo(log_p.dtype).tiny
+        sums[:, part.index] = _mixture_sums(log_p.exp_(), log_q.exp_(), log_mixture, options, floor=floor)
     return sums
 
 
@@ -299,7 +300,8 @@ def _chunk_statistics(
         # The sums are those of the whole rows, so that p and q are known while the cache has them. Both stay multiplied
         # by the teacher's sum, and so are the sums over the mixture.
         p.mul_((sum_y / sum_x).unsqueeze(1))
-        return torch.cat([statistics, _mixture_sums(p, q, third, options) / sum_y])
+        floor = (torch.finfo(q.dtype).tiny * sum_y).unsqueeze(1)
+        return torch.cat([statistics, _mixture_sums(p, q, third, options, floor=floor) / sum_y])
 
     # ``first`` is the policy whose mean the divergence is.
     first, second = (student, teacher) if options.kind == "reverse_kl" else (teacher, student)
@@ -326,19 +328,18 @@ def _log_probs(x: Tensor, y: Tensor, normalizers: Tensor, log_p: Tensor, log_q: 
     _scaled_difference(y, normalizers[1], options.teacher_temperature, log_q)
 
 
-def _mixture_sums(p: Tensor, q: Tensor, log_mixture: Tensor, options: PairOptions) -> Tensor:
-    """The sums of :func:`mixture_statistics` of a chunk's rows, [2, rows]; overwrites p, q and the scratch buffer."""
-    _make_positive(p)
-    _make_positive(q)
+def _mixture_sums(p: Tensor, q: Tensor, log_mixture: Tensor, options: PairOptions, *, floor: Tensor | float) -> Tensor:
+    """The sums of :func:`mixture_statistics` of a chunk's rows, [2, rows]; overwrites p, q and the scratch buffer.
+
+    p and q may have a common factor for each row, which the sums then have too. ``floor`` is the smallest normal
+    number, times this factor, [rows, 1]: it is added to both, so that they may be divisors with a finite quotient.
+    """
+    p.add_(floor)
+    q.add_(floor)
     # b - log m is -log(m/q), and a - log m is -log(m/p).
     of_teacher = _log_mixture(p, q, 1 - options.beta, log_mixture).mul_(q).sum(1)
     of_student = _log_mixture(q, p, options.beta, log_mixture).mul_(p).sum(1)
     return torch.stack([of_teacher, of_student]).neg_()
-
-
-def _make_positive(probabilities: Tensor) -> None:
-    """Add the smallest normal number to the probabilities, so that they may be divisors; it changes 0 alone."""
-    probabilities.add_(torch.finfo(probabilities.dtype).tiny)
 
 
 def _log_mixture(first: Tensor, second: Tensor, share: float, out: Tensor) -> Tensor:
@@ -385,7 +386,8 @@ def _jsd_gradient(
     _log_probs(x, y, factors.normalizers, log_p, log_q, options)
     p = log_p.exp_()
     q = log_q.exp_()
-    _make_positive(p)
+    # It may then be a divisor. Probabilities below 1e-30 alone are changed; for 0 the gradient is about 1e-37.
+    p.add_(torch.finfo(p.dtype).tiny)
     # a - log m is -log(m/p).
     factor = _log_mixture(q, p, options.beta, log_mixture).add_(factors.mean)
     return p, factor.mul_(factors.grad * (options.beta - 1))

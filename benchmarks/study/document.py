@@ -215,17 +215,22 @@ def _difference(comparison: Comparison) -> str:
 def _evaluations_columns(of_block: Sequence[Outcome]) -> list[Column]:
     """All evaluations of a run; each kind has one seed."""
 
-    def right_at(index: int) -> Cell:
-        return lambda kind, of_kind: f"{of_kind[0].policy[index][1]:.1%}"
+    def right_at(step: int) -> Cell:
+        def cell(kind: Kind, of_kind: Sequence[Outcome]) -> str:
+            # A run that an error ended has fewer evaluations.
+            reward = dict(of_kind[0].policy).get(step)
+            return "" if reward is None else f"{reward:.1%}"
+
+        return cell
 
     def largest_kl(kind: Kind, of_kind: Sequence[Outcome]) -> str:
         largest = of_kind[0].largest_kl
         return f"{math.nan if largest is None else largest:.3f}"
 
-    steps = [step for step, _ in of_block[0].policy] if of_block else []
+    steps = sorted({step for outcome in of_block for step, _ in outcome.policy})
     return [
         _CORRECTION,
-        *((f"right at step {step}", right_at(index)) for index, step in enumerate(steps)),
+        *((f"right at step {step}", right_at(step)) for step in steps),
         ("KL: mean", lambda kind, of_kind: f"{of_kind[0].mean('kl'):.3f}"),
         ("largest", largest_kl),
         ("gradient norm", lambda kind, of_kind: f"{of_kind[0].mean('grad_norm'):.2f}"),

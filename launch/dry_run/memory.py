@@ -34,9 +34,9 @@ class StageMemory:
     # Weights, gradients and optimizer of the critic; its activations are freed before the policy's are made. With
     # --critic-offload only the bytes beyond the policy's activations and logits.
     critic: int
-    # The teacher's output layer and last hidden states. Its other weights, and with prompts of its own the hidden
-    # states of the replica, are not there together with the policy's activations and logits: they count as far as they
-    # exceed these. On a CPU all its weights.
+    # For a divergence, the teacher's output layer and last hidden states. Its other weights, and with prompts of its
+    # own the hidden states of the replica, are not there together with the policy's activations and logits: they count
+    # as far as they exceed these. On a CPU all its weights.
     teacher: int
     batch: int  # the rollout batch
     activations: int  # the most at once, of waiting micro-batches and the one at work
@@ -169,16 +169,15 @@ def _teacher_bytes(config: RunConfig, stage: int, tokens: int, dynamic: int) -> 
         weights = sum(chunk.policy.total for chunk in _chunks_of_stage(teacher.config, stage)) * size
         width = teacher.config.transformer.hidden_size
         output_layer = 0
-        if is_last:
+        # A divergence is computed from the output layer and the hidden states; advantages need the log-probs alone.
+        if is_last and config.loss.distils:
             output_layer = rows // parallel.tensor_model_parallel_size * width * size
-            if config.loss.distils:
-                slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-                hidden = tokens // (parallel.context_parallel_size * slices) * width * size
-                resident += hidden
-                # Beside these there are once those of the pass, and those of the whole replica if they are aligned.
-                is_aligned = config.distillation is not None and config.distillation.teacher_prompt is not None
-                transient = max(transient, hidden + (tokens * width * size if is_aligned else 0))
-        resident += output_layer
+            slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+            hidden = tokens // (parallel.context_parallel_size * slices) * width * size
+            resident += output_layer + hidden
+            # Beside these there are once those of the pass, and those of the whole replica if they are aligned.
+            is_aligned = config.distillation is not None and config.distillation.teacher_prompt is not None
+            transient = max(transient, hidden + (tokens * width * size if is_aligned else 0))
         # With other rows than the policy's the resident output layer is a copy.
         others = weights - output_layer if teacher.config.model.padded_vocab_size == rows else weights
         transient = max(transient, others)

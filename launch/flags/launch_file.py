@@ -5,6 +5,7 @@ Fields of the correction may be nested below ``rollout_correction:``, with under
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -50,31 +51,39 @@ def read_launch_file(name: str) -> list[str]:
     if not isinstance(nested, dict):
         raise ConfigurationError(f"{path}: {_CORRECTION}: {nested!r} must be lines of `field: value` below it")
 
-    arguments: list[str] = []
-    for key, value in content.items():
-        arguments += words_of(str(path), key, value)
-
     below = f"{path}: below {_CORRECTION}"
-    keys = set(content)
-    for name_of_field, value in nested.items():
-        key = str(name_of_field).replace("_", "-")
-        # Programs with nested settings write null to turn a field off.
-        words = words_of(below, key, "none" if value in ("null", "~") else value)
-        if not is_correction_flag(key.replace("-", "_")):
+    lines = [(str(path), key, value) for key, value in content.items()]
+    lines += [(below, str(name_of_field).replace("_", "-"), value) for name_of_field, value in nested.items()]
+
+    arguments: list[str] = []
+    fields_of_correction: set[str] = set()
+    for where, key, value in lines:
+        action = _action_of(where, key, value)
+        if is_correction_flag(action.dest):
+            # A switch has a second name, such as no-bypass-mode.
+            if action.dest in fields_of_correction:
+                raise ConfigurationError(f"{where}: {key} is given twice: keep one")
+            fields_of_correction.add(action.dest)
+        elif where == below:
             raise ConfigurationError(f"{below}: {key} is no field of the correction: give it a line of its own")
-        if key in keys:
-            raise ConfigurationError(f"{below}: {key} is given twice: keep one")
-        keys.add(key)
-        arguments += words
+        # Programs with nested settings write null to turn a field off. A switch is true or false.
+        is_turned_off = where == below and value in ("null", "~") and action.nargs != 0
+        arguments += words_of(where, key, "none" if is_turned_off else value)
     return arguments
 
 
-def words_of(where: str, key: str, value: Any) -> list[str]:
-    """Return a flag with its value as words; ``where`` names the file that it comes from, ``key`` has no dashes."""
+def _action_of(where: str, key: str, value: Any) -> argparse.Action:
+    """Return the parser's action of a key; ``where`` and ``value`` are for the error about an unknown key."""
     action = parser_for([f"--{key}"])._option_string_actions.get(f"--{key}")
     if action is None or key in ("config", "help"):
         remedy = f"; only {_CORRECTION} is nested" if isinstance(value, dict) else ""
         raise ConfigurationError(f"{where}: {unknown('key', key)}{remedy}")
+    return action
+
+
+def words_of(where: str, key: str, value: Any) -> list[str]:
+    """Return a flag with its value as words; ``where`` names the file that it comes from, ``key`` has no dashes."""
+    action = _action_of(where, key, value)
     if action.nargs == 0:
         if value not in ("true", "false"):
             raise ConfigurationError(f"{where}: {key}: {value!r} must be true or false")
@@ -82,7 +91,12 @@ def words_of(where: str, key: str, value: Any) -> list[str]:
             return [f"--{key}"]
         return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
     if isinstance(value, dict) and action.metavar == JSON:
-        value = json.dumps(value, default=str)
+        try:
+            value = json.dumps(value, default=str)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{where}: {key}: {value!r} cannot be written as JSON ({error}): give texts as names, in quotes"
+            ) from error
     takes_list = action.nargs == "+"
     if takes_list and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
         return [f"--{key}", *value]

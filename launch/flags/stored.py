@@ -66,7 +66,7 @@ def _refuse_moved_fields(fields: Mapping[str, Any], where: str) -> None:
     """Refuse a field that changed the model's function, and that a section of this release has."""
     declared = {option.field: option for _, option in flag_options().values()}
     for name, value in fields.items():
-        if name in declared and value:
+        if name in declared and value != declared[name].default:
             raise ConfigurationError(
                 f"{where}: {as_typed(declared[name].flag, value)} was stored with Megatron's other fields: it was "
                 "written by another version"

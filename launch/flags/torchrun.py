@@ -72,6 +72,8 @@ def machines_of(args: argparse.Namespace) -> Machines:
     for name, is_given in {"--json": args.json, "--device-memory-gib": memory is not None}.items():
         if is_given and not args.dry_run:
             raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
+    if args.dry_run and args.print_config:
+        raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
     if memory is not None and not 0 < memory < float("inf"):
         raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
     _check_meeting(args, machines, torchrun_args)

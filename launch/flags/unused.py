@@ -11,6 +11,7 @@ from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.run_config import RunConfig, flag_options, sections_of
 from megatron_rc.launch.run_config.options import as_typed, options_of
 from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.flags import LOSS_FLAGS
 
 # Estimators without a baseline over the responses to a prompt, or with one that importance weights do not change.
 _WITHOUT_BASELINE = (*("remax", "gae", "reinforce-pp", "optimal-token-baseline", "grpo-passk-no-std", "distillation"),)
@@ -23,6 +24,12 @@ class Rule:
     needs: str  # the condition in words
     is_met: Callable[[Any], bool]  # of the values of all flags
     flags: str  # names with underscores
+
+    def __post_init__(self) -> None:
+        """Refuse a misspelt name, whose rule would do nothing."""
+        for name in self.flags.split():
+            if name.replace("_", "-") not in flag_options() and name not in LOSS_FLAGS.values():
+                raise ValueError(f"{name} is no flag of a run and none of the loss: correct the rule's names")
 
 
 # Sections of the configuration that are absent unless a condition is met; the switch itself may be a field of them.
@@ -72,7 +79,7 @@ _TABLE = (
         "rotary_interleaved no_rope_freq",
     ),
     Rule("--use-rope-scaling", lambda run: run.use_rope_scaling, "rope_scaling_factor"),
-    Rule("layers without --swiglu", lambda run: not run.swiglu, "openai_gelu"),
+    Rule("layers without --swiglu and --quick-geglu", lambda run: not (run.swiglu or run.quick_geglu), "openai_gelu"),
     Rule(
         "plain attention",
         lambda run: not run.multi_latent_attention,
@@ -258,11 +265,6 @@ LATER_RULES = (
     Rule(
         "more --train-iters",
         lambda run: run.train_iters > (10 if run.profile_step_start is None else run.profile_step_start),
-        "profile",
-    ),
-    Rule(
-        "--profile-ranks of this run",
-        lambda run: any(0 <= rank < run.world_size for rank in run.profile_ranks or (0,)),
         "profile",
     ),
 )

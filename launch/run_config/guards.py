@@ -51,9 +51,13 @@ class GuardSection(Section):
         super().__post_init__()
         for text in self.stop_if or ():
             try:
-                Condition.parse(text)
+                metric = Condition.parse(text).metric
             except ValueError as error:
                 raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
+            if metric.startswith("eval/"):
+                raise ConfigurationError(
+                    f"--stop-if '{text}' names a metric of evaluations, not of steps: use reward/mean, or another"
+                )
 
 
 @dataclass(frozen=True)

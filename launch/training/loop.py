@@ -30,7 +30,7 @@ from megatron_rc.launch.training.checks.folder_locks import in_use
 from megatron_rc.launch.training.checks.guards import Guards
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.reporting.config_yaml import write_settings
-from megatron_rc.launch.training.reporting.machine_metrics import Machine
+from megatron_rc.launch.training.reporting.machine_metrics import Machine, trim_heap
 from megatron_rc.launch.training.reporting.metrics_file import read_rows
 from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
@@ -154,6 +154,7 @@ class _Run:
                 self._report_step(row)
                 self.saver.on_the_way()
                 self.save_hf()
+                trim_heap(self.trainer.iteration)
                 if self.is_stopped or self.is_done:
                     break
         except Stopped:

@@ -41,19 +41,23 @@ class Teacher:
         model: its settings.
         groups: this rank's groups.
         padded_vocab_size: rows of the policy's output layer on all ranks of TP.
+        is_compared: a divergence from the teacher is computed, and needs its output layer.
 
     Attributes:
         output_weight: [v/tp, h] of the teacher's output layer, the rows that this rank holds of the policy's, on the
-            device all the time; None before the last stage.
+            device all the time; None before the last stage, and without a divergence.
 
-    Collectives: those of loading; one gather over ``tp`` if the teacher has more rows than the policy.
+    Collectives: those of loading; with a divergence one gather over ``tp``, if the teacher has more rows than the
+    policy.
     """
 
-    def __init__(self, model: TeacherModel, groups: ParallelGroups, *, padded_vocab_size: int) -> None:
+    def __init__(
+        self, model: TeacherModel, groups: ParallelGroups, *, padded_vocab_size: int, is_compared: bool
+    ) -> None:
         self.model = model
         self.chunks = _frozen_chunks(model, groups)
         self.passes = ModelPasses(model.config, groups)
-        self.output_weight = _output_weight(self.chunks[-1])
+        self.output_weight = _output_weight(self.chunks[-1]) if is_compared else None
         if self.output_weight is not None and model.config.model.padded_vocab_size != padded_vocab_size:
             self.output_weight = _rows_of_policy(self.output_weight, padded_vocab_size, groups.tp)
         self._offload = Offload(self._offloaded)
@@ -147,7 +151,9 @@ class Teachers:
         self.settings = settings
         self.groups = groups
         rows = config.model.padded_vocab_size
-        self.teachers = [Teacher(model, groups, padded_vocab_size=rows) for model in config.teachers]
+        self.teachers = [
+            Teacher(model, groups, padded_vocab_size=rows, is_compared=config.loss.distils) for model in config.teachers
+        ]
 
     def scored(self, rollouts: RolloutBatch, batch: LocalBatch, teacher_input: TeacherInput | None) -> LocalBatch:
         """The batch with all that the loss and the advantages need of the teachers, on the last stage.

@@ -55,10 +55,9 @@ class WeightFiles:
     def _read_entry(self, name: str, entry: int) -> Tensor:
         """Read one entry of a stack, or its numbers in MXFP4, whose rows are the columns of the entry."""
         quantized = self.stored_names(name)
-        if len(quantized) == 1:
-            tensor: Tensor = self._slice(name)[entry]
-            return tensor
-        blocks, scales = (self._slice(stored)[entry] for stored in quantized)
+        if len(quantized) < 2:
+            return self._slice_entry(name, entry)
+        blocks, scales = (self._slice_entry(stored, entry) for stored in quantized)
         return mxfp4.dequantize(blocks, scales).t()
 
     def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
@@ -101,6 +100,17 @@ class WeightFiles:
             is_equal = is_equal and torch.equal(part, other_part)
             largest = max(largest, float((part - other_part).abs().max()))
         return None if is_equal else f"by up to {largest:.3g}"
+
+    def _slice_entry(self, name: str, entry: int) -> Tensor:
+        """Read one entry of a stored stack; ValueError if the stack is missing or has fewer entries."""
+        stack = self._slice(name)
+        shape = tuple(stack.get_shape())
+        if not shape or entry >= shape[0]:
+            raise ValueError(
+                f"{self.folder}: {name} {shape} has no entry {entry}: give the --num-experts of that model"
+            )
+        tensor: Tensor = stack[entry]
+        return tensor
 
     def _slice(self, name: str) -> Any:
         """A tensor that is not read yet, of safetensors; ValueError if it is missing."""

@@ -99,8 +99,9 @@ class Attribution:
     def metrics(self) -> dict[str, float]:
         """Return shares of ``measured``: explained, rest, ``layer_<i>`` and kinds; completeness if it is known.
 
-        With an excess also ``excess``, the sum of its sizes, which is 0 if all weights are as intended, and
-        ``excess_layer_<i>`` and ``excess_<kind>`` of the layers, and kinds outside of the layers, that have one.
+        With an excess also ``excess``, the sum of the sizes of all parameters' excess, which is 0 if all weights are as
+        intended, and ``excess_layer_<i>`` and ``excess_<kind>``: the same of the layers, and of the kinds outside of
+        the layers, that have one.
         """
         metrics = {f"{PREFIX}explained": self.explained, f"{PREFIX}rest": self.rest}
         if self.completeness is not None:
@@ -111,19 +112,22 @@ class Attribution:
             metrics[f"{PREFIX}{kind}"] = self.share(part)
         if self.excess is not None:
             excess = self._excess_by_place(self.excess)
-            metrics[f"{PREFIX}excess"] = sum(abs(share) for share in excess.values())
+            metrics[f"{PREFIX}excess"] = sum(excess.values())
             metrics |= {f"{PREFIX}excess_{place}": share for place, share in excess.items()}
         return metrics
 
     def _excess_by_place(self, excess: Mapping[str, float]) -> dict[str, float]:
-        """Return the share of each layer, ``layer_<i>``, and kind outside of the layers, that has an excess."""
+        """Return the sizes of the excess of each layer, ``layer_<i>``, and kind outside of the layers, that has one.
+
+        As shares of ``measured``. Signs would let two wrong weights of a layer cancel.
+        """
 
         def place_name(name: str) -> str:
             layer, kind, _ = place_of(name)
             return kind if layer is None else f"layer_{layer}"
 
-        differing = {name: value for name, value in excess.items() if value}
-        return {place: self.share(value) for place, value in _summed(differing, place_name).items()}
+        sizes = {name: abs(value) for name, value in excess.items() if value}
+        return {place: self.share(size) for place, size in _summed(sizes, place_name).items()}
 
     def _summed(self, key_of: Callable[[str], K | None]) -> dict[K, float]:
         """Sum the parts by a key of their names; names without a key are left out."""

@@ -28,7 +28,8 @@ def where_in_words(metrics: Mapping[str, float]) -> str | None:
     places = unintended(metrics)
     if not places:
         return sentence
-    return f"the engine's weights are not those that it should have in {_listed(places)}; {sentence}"
+    doubt = ", or its format is not exactly the given one" if len(places) > _MOST_NAMES else ""
+    return f"the engine's weights are not the trainer's in its format in {_listed(places)}{doubt}; {sentence}"
 
 
 def _of_parts(metrics: Mapping[str, float], explained: float) -> str:
@@ -69,15 +70,15 @@ def attribution_of(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def unintended(metrics: Mapping[str, float]) -> list[str]:
-    """Return the layers, and kinds outside of the layers, with an excess, the largest of either sign first."""
+    """Return the layers, and kinds outside of the layers, with an excess, the largest first."""
     shares = {}
     for name, share in metrics.items():
         if name.startswith(_EXCESS):
             place = name.removeprefix(_EXCESS)
             in_words = place.replace("layer_", "layer ") if place.startswith("layer_") else f"the {place}"
             shares[in_words] = share
-    ordered = sorted(shares, key=lambda place: abs(shares[place]), reverse=True)
-    return [f"{place} ({shares[place]:.1%} of the mismatch)" for place in ordered]
+    ordered = sorted(shares, key=lambda place: shares[place], reverse=True)
+    return [f"{place} ({100 * shares[place]:.2g} % of the mismatch)" for place in ordered]
 
 
 def carriers(metrics: Mapping[str, float]) -> list[str]:

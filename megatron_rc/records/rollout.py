@@ -139,7 +139,7 @@ class RolloutBatch:
         return _to_labels(self.tokens), _to_labels(self.response_mask), _to_labels(self.rollout_log_probs)
 
     def label_old_log_probs(self) -> Tensor:
-        """``old_log_probs`` at label positions, [n, s]; NaN where none is recorded."""
+        """``old_log_probs`` at label positions, [n, s]; NaN where none is recorded, at the last position NaN or 0."""
         if self.old_log_probs is None:
             return torch.full_like(self.rollout_log_probs, torch.nan)
         return _to_labels(self.old_log_probs)

@@ -539,6 +539,11 @@ def rollout_advantages(estimator, num_groups=None, groups=None):
     return advantages, expected[on_this_rank]
 
 
+def test_a_rollout_of_several_rows_counts_once_without_a_number_of_groups():
+    advantages, expected = rollout_advantages("grpo")
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+
+
 def rollouts_on_ranks():
     """Return (advantages of this rank's rows, the oracle's) for each estimator."""
     groups = ParallelGroups.from_megatron()

@@ -113,14 +113,14 @@ def test_the_metrics_have_the_excess_of_layers_and_of_kinds_outside_of_them():
     excess = {
         "model.embed_tokens.weight": -0.5,
         "model.layers.0.self_attn.q_proj.weight": 0.25,
-        "model.layers.0.mlp.up_proj.weight": 0.75,
+        "model.layers.0.mlp.up_proj.weight": -0.75,
         "model.layers.1.mlp.up_proj.weight": 0.0,
     }
     metrics = Attribution(parts=dict.fromkeys(excess, 1.0), measured=4.0, excess=excess).metrics()
     of_excess = {name: share for name, share in metrics.items() if "excess" in name}
     assert of_excess == {
         "attribution/excess": 0.375,
-        "attribution/excess_embedding": -0.125,
+        "attribution/excess_embedding": 0.125,
         "attribution/excess_layer_0": 0.25,
     }
     as_intended = Attribution(parts=dict.fromkeys(excess, 1.0), measured=4.0, excess=dict.fromkeys(excess, 0.0))

@@ -28,33 +28,36 @@ def test_what_lies_outside_of_the_layers_is_named_too():
 
 
 def test_a_spread_mismatch_says_how_many_more_there_are():
-    arguments = where_in_words(metrics_of(dict.fromkeys(range(20), 0.0499), explained=1.0))
-    assert arguments.count("layer ") == 6
-    assert "and 5 more" in arguments
+    sentence = where_in_words(metrics_of(dict.fromkeys(range(20), 0.0499), explained=1.0))
+    assert sentence.count("layer ") == 6
+    assert "and 5 more" in sentence
 
 
 @pytest.mark.parametrize(("explained", "of_weights"), [(0.02, 0.021), (0.0, 0.0), (-0.3, -0.3)])
 def test_weights_that_explain_little_are_not_named(explained, of_weights):
-    arguments = where_in_words(metrics_of({0: explained}, explained=explained, of_weights=of_weights))
-    assert "the weights do not explain it" in arguments
-    assert "layer" not in arguments
+    sentence = where_in_words(metrics_of({0: explained}, explained=explained, of_weights=of_weights))
+    assert "the weights do not explain it" in sentence
+    assert "layer" not in sentence
 
 
 def test_parts_that_do_not_add_up_ask_for_more_nodes():
-    arguments = where_in_words(metrics_of({0: 0.5}, explained=0.5, of_weights=1.0))
-    assert "completeness 0.50" in arguments
-    assert "--attribution-nodes" in arguments
+    sentence = where_in_words(metrics_of({0: 0.5}, explained=0.5, of_weights=1.0))
+    assert "completeness 0.50" in sentence
+    assert "--attribution-nodes" in sentence
 
 
 def test_weights_that_are_not_as_intended_come_first():
     """However small their share beside the rounding of all weights."""
     parts = {f"model.layers.{layer}.mlp.up_proj.weight": 0.25 for layer in range(4)}
     excess = dict.fromkeys(parts, 0.0) | {"model.layers.2.mlp.up_proj.weight": -0.003, "lm_head.weight": 0.001}
-    arguments = where_in_words(Attribution(parts, measured=1.0, excess=excess).metrics())
-    assert arguments.startswith(
-        "the engine's weights are not those that it should have in layer 2 (-0.3% of the mismatch), the head (0.1% of "
-        "the mismatch); half of the mismatch is in"
+    sentence = where_in_words(Attribution(parts, measured=1.0, excess=excess).metrics())
+    assert sentence.startswith(
+        "the engine's weights are not the trainer's in its format in layer 2 (0.3 % of the mismatch), the head (0.1 % "
+        "of the mismatch); half of the mismatch is in"
     )
+    everywhere = {f"model.layers.{layer}.mlp.up_proj.weight": 1e-7 for layer in range(24)}
+    sentence = where_in_words(Attribution(everywhere, measured=1.0, excess=everywhere).metrics())
+    assert "and 18 more, or its format is not exactly the given one; " in sentence
     as_intended = Attribution(parts, measured=1.0, excess=dict.fromkeys(parts, 0.0)).metrics()
     assert where_in_words(as_intended).startswith("half of the mismatch is in")
 
@@ -86,10 +89,10 @@ def test_the_doctor_says_it_of_the_newest_attribution_of_a_run(tmp_path, capsys,
     assert code_of(main, path) == 0
     text = capsys.readouterr().out
     assert code_of(main, path, "--json") == 0
-    arguments = json.loads(capsys.readouterr().out)["attribution"]
+    sentence = json.loads(capsys.readouterr().out)["attribution"]
     if said is None:
-        assert arguments is None
+        assert sentence is None
         assert "mismatch is in the weights" not in text
     else:
-        assert said in arguments
-        assert arguments in text
+        assert said in sentence
+        assert sentence in text

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megatron_rc.parallel import SequenceLayout
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import clear_batch
 from tests.support.correction_comparison import correct, moved, pack
 from tests.support.far_device import GPU, far_device
@@ -28,6 +30,28 @@ def test_the_host_waits_once(name, packed):
     assert metrics == pytest.approx(expected.metrics(), rel=1e-9, abs=1e-9)
     torch.testing.assert_close(near[0], expected.weights, rtol=1e-12, atol=1e-12)
     assert torch.equal(near[1], expected.mask)
+
+
+def test_bypass_mode_waits_once_for_the_plan_and_once_a_step():
+    batch, _ = clear_batch("nothing")
+    config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce")
+    metrics_by_device = []
+    with far_device() as device:
+        for batch_on_device in (batch, moved(batch, GPU)):
+            correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+            device.waits.clear()
+            plan = correction.plan(PlanInputs(None, batch_on_device.rollout, batch_on_device.mask))
+            plan.check()
+            assert sum(device.waits.values()) <= 1
+
+            device.waits.clear()
+            correction.in_loss(batch_on_device.train, batch_on_device.rollout, batch_on_device.mask)
+            assert not device.waits
+            correction.finish_step()
+            correction.step.check()
+            metrics_by_device.append(correction.step.metrics())
+            assert sum(device.waits.values()) <= 1
+    assert metrics_by_device[1] == pytest.approx(metrics_by_device[0], rel=1e-9, abs=1e-9)
 
 
 def test_a_tensor_on_another_device_is_noticed():

@@ -7,10 +7,11 @@ import itertools
 import json
 import logging
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import scaling, tracing
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
 from tests.support.forked import ForkedCall
 from tests.support.paths import ROOT
@@ -25,6 +26,7 @@ PLAN, MICRO, STEP = PHASES
 FIRST_STAGE = "first stage"
 LAST = "last stage, last rank"
 OTHER_SLICE = "last stage, last CP rank"
+GATHERING = "token IS, tokens gathered"
 # On thousands of ranks: sums, maxima, prompts and the step in the loss.
 SOME = (*SHOWN, "token IS, seq_max", "token IS, two group criteria")
 
@@ -65,6 +67,26 @@ def trace_all():
             for name, index in itertools.product(names, batches):
                 calls = scaling.trace(CASES[name], BATCHES[index], layout, groups)
                 yield Traced(layout.world, place, name, index), calls
+    with scaling.fake_groups(SMALL, rank_of(SMALL, LAST)) as (groups, _):
+        for index in (0, 1):
+            yield Traced(SMALL.world, LAST, GATHERING, index), trace_gathering(BATCHES[index], SMALL, groups)
+
+
+def trace_gathering(batch, layout, groups):
+    """Trace the wrong variant: the whole sequences are gathered on every rank of the CP group."""
+    import torch
+    import torch.distributed as dist
+
+    masked_loss = tracing.masked_loss
+
+    def gathering_loss(correction, micro_batch, log_probs, **options):
+        local_log_probs = log_probs.detach()
+        gathered = [torch.empty_like(local_log_probs) for _ in range(layout.cp)]
+        dist.all_gather(gathered, local_log_probs, group=groups.cp)
+        return masked_loss(correction, micro_batch, log_probs, **options)
+
+    with mock.patch.object(tracing, "masked_loss", gathering_loss):
+        return scaling.trace(CASES["token IS"], batch, layout, groups)
 
 
 def write_traces(path):
@@ -100,6 +122,18 @@ def test_tokens_and_ranks_change_nothing(traces, name):
 
 
 @pytest.mark.processes
+def test_gathered_tokens_would_be_seen(traces):
+    """The wrong variant has calls that grow with the tokens."""
+    sizes = []
+    for index in (0, 1):
+        calls = traces[Traced(SMALL.world, LAST, GATHERING, index)]
+        assert calls != traces[Traced(SMALL.world, LAST, "token IS", 0)]
+        sizes.append([call.elements for call in calls if call.kind == "allgather_"])
+    assert len(sizes[0]) == BASE.micro_batches * BASE.mini_batches
+    assert sizes[1] == [8 * elements for elements in sizes[0]]
+
+
+@pytest.mark.processes
 def test_the_document_has_the_formulas_of_every_trace(traces, document):
     formulas = scaling.read_formulas(document)
     assert list(formulas) == list(CASES)
@@ -107,6 +141,8 @@ def test_the_document_has_the_formulas_of_every_trace(traces, document):
     assert table in document, "the table of the formulas: python benchmarks/scaling.py --formulas"
     layouts = {layout.world: layout for layout in (SMALL, LARGE)}
     for key, calls in traces.items():
+        if key.name == GATHERING:
+            continue
         layout = layouts[key.world]
         batch = BATCHES[key.batch]
         expected_calls = scaling.expected(formulas[key.name], batch, layout, key.place != FIRST_STAGE)

@@ -11,7 +11,7 @@ from megatron_rc import (
     correct_rollouts,
     sequence_sums,
 )
-from megatron_rc.measures.shift import MIN_PAIRS, find_lag
+from megatron_rc.measures.shift import MIN_DIFFERENT, MIN_PAIRS, find_lag
 from megatron_rc.parallel import SequenceLayout
 from megatron_rc.parallel.collectives import merged, on_host
 
@@ -54,6 +54,14 @@ def test_few_pairs_prove_nothing(lag, num_pairs):
     train, rollout, _ = make_batch(shape=(1, num_pairs + 1), holes=0)
     reported_lag = lag_of(train, rollout.roll(lag, dims=1), torch.ones_like(train, dtype=torch.bool))
     assert reported_lag == (lag if num_pairs == MIN_PAIRS else 0)
+
+
+@pytest.mark.parametrize("num_different", [MIN_DIFFERENT - 10, 2 * MIN_DIFFERENT])
+def test_few_different_log_ratios_prove_nothing(num_different):
+    """A shifted response again and again: as many different numbers as it has tokens."""
+    train, rollout, mask = make_batch(shape=(1, num_different), holes=0)
+    values = (train, rollout.roll(1, dims=1), mask)
+    assert lag_of(*(value.repeat(20, 1) for value in values)) == (num_different > MIN_DIFFERENT)
 
 
 @pytest.mark.parametrize(("lag", "noise", "is_refused"), [(1, 0.5, True), (-1, 1.5, False)])

@@ -15,6 +15,7 @@ from megatron_rc import (
     wrap_finalize,
 )
 from megatron_rc.parallel import SequenceLayout
+from megatron_rc.parallel.collectives import on_host
 from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed, planned, run
 
 
@@ -185,6 +186,37 @@ def test_a_step_keeps_no_token():
         run_micro_batch()
     assert num_tensors_of_tokens() == num_before
     assert correction.finish_step() == 1
+
+
+@pytest.mark.parametrize("name", ["rollout_log_probs", "log_probs"])
+def test_buffers_may_be_filled_anew_within_a_step(name):
+    """The micro-batches share the memory of one of their tensors: the end of the step reads none of them."""
+    unshared = Training("bypass")
+    unshared.step(unshared.planned(), 0)
+
+    training = Training("bypass")
+    plan = training.planned()
+    scale = training.scale(plan, 0)
+    buffer = None
+    for start in range(0, 4, PER_MICRO_BATCH):
+        rows = range(start, start + PER_MICRO_BATCH)
+        log_probs = training.model(rows)
+        micro_batch = training.micro_batch(plan, rows)
+        if name == "rollout_log_probs":
+            values = micro_batch.rollout_log_probs
+            buffer = values.clone() if buffer is None else buffer.copy_(values)
+            micro_batch = dataclasses.replace(micro_batch, rollout_log_probs=buffer)
+        loss, _, _ = masked_loss(training.correction, micro_batch, log_probs, entropy=None, scale=scale)
+        loss.backward()
+        if name == "log_probs":
+            log_probs.detach().zero_()
+    training.finalize([training.model])
+
+    training.correction.step.check()
+    # masked_loss multiplies by the number of micro-batches, 2. Megatron would divide by it again.
+    torch.testing.assert_close(training.model.gradient, 2 * training.expected(0), rtol=1e-12, atol=1e-15)
+    unshared.correction.step.check()
+    assert on_host(training.correction.step.header) == on_host(unshared.correction.step.header)
 
 
 def test_a_step_of_nothing_is_refused_where_the_loss_corrects():

@@ -17,7 +17,7 @@ from megatron_rc.doctor.advice import Choice, effect, geometric_bound, mean_log_
 from megatron_rc.doctor.inputs import Evidence
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.programs import SETTINGS_OF, WORDS
-from megatron_rc.doctor.report import as_json, examine
+from megatron_rc.doctor.report import as_json, examine, in_words
 from megatron_rc.doctor.rules import RULES
 from megatron_rc.doctor.sampled import Sampled
 from tests.doctor.test_inputs import metrics_of, write_lines
@@ -81,6 +81,20 @@ def test_effects_are_the_librarys_own_numbers():
     assert math.isclose(measured.rejected_tokens, int(tokens[0]) / int(tokens.sum()), rel_tol=1e-9)
     # One definition, in replay too: rejected tokens could have counted, and have weight 0.
     assert math.isclose(measured.eff_sample_size, 1 - measured.rejected_tokens, rel_tol=1e-9)
+
+
+def test_the_text_says_what_is_wrong_why_and_what_to_do():
+    text = in_words(report_of("temperature 0.7"))
+    for phrase in (
+        "How far apart",
+        "1. another temperature (temperature)",
+        "as if the engine's temperature were 0.7",
+        "Do: score with the temperature",
+        "--rollout-correction-preset disabled",
+    ):
+        assert phrase in text
+    assert "nan" not in text
+    assert "nothing wrong between engine and trainer" in in_words(report_of(None))
 
 
 def test_without_the_trainers_log_probs_the_flag_is_named(tmp_path, capsys):

@@ -200,7 +200,7 @@ def test_the_excess_of_an_older_checkpoint_in_the_same_format(home, capsys, engi
     assert code_of(command.main, *flags, folder / "records.jsonl") == 0
     text = capsys.readouterr().out
     assert words in text
-    assert ("the engine's weights are not those that it should have in layer" in text) == (words == "largest excess")
+    assert ("the engine's weights are not the trainer's in its format in" in text) == (words == "largest excess")
 
 
 def test_the_text_names_layers_and_largest_parts(home, capsys):

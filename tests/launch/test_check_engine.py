@@ -106,7 +106,7 @@ def test_all_ends_of_a_models_files_are_checked(ranks, tmp_path):
 
 
 def test_every_rank_finds_the_same(ranks, tmp_path):
-    layout = Layout(pp=2)
+    layout = Layout(cp=2, pp=2)
     of_ranks = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), "shift")
     assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
     assert {finding.about for finding in of_ranks[0] if not finding.agrees} >= {"weights"}

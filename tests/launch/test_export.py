@@ -263,6 +263,11 @@ def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, sect
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
+def test_a_stored_default_of_a_field_that_moved_into_a_section_is_read(home, tmp_path):
+    checkpoints = with_settings(home, tmp_path / "checkpoints", megatron={"given": {"softmax_type": "vanilla"}})
+    assert exported(checkpoints, tmp_path / "out") == 0
+
+
 def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home, tmp_path, capsys):
     copy = shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
     (path, *_) = sorted(copy.rglob("*.distcp"), key=lambda path: -path.stat().st_size)

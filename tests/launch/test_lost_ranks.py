@@ -70,10 +70,10 @@ def test_a_store_that_does_not_answer_ends_the_rank_at_the_limit(join):
             assert "has not answered" in rank.cut_off()
         finally:
             server.kill()
-    number, arguments, is_cut_off = join.left[0]
+    number, message, is_cut_off = join.left[0]
     assert (number, is_cut_off) == (1, True)
-    assert arguments.startswith("the machine of rank 0 (127.0.0.1) has not answered for ")
-    assert "--distributed-timeout-minutes" in arguments
+    assert message.startswith("the machine of rank 0 (127.0.0.1) has not answered for ")
+    assert "--distributed-timeout-minutes" in message
 
 
 def test_a_launcher_tells_the_ranks_of_other_machines(join, port, monkeypatch):
@@ -105,6 +105,6 @@ def test_a_machine_that_is_silent_ends_the_run_and_one_that_has_ended_does_not(j
     else:
         other._look = lambda *_: None
         wait_for(lambda: join.left, seconds=20)
-        number, arguments, _ = join.left[0]
+        number, message, _ = join.left[0]
         assert number == 0
-        assert arguments.startswith("machine 1 of this run has not answered for ")
+        assert message.startswith("machine 1 of this run has not answered for ")

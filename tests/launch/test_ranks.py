@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -17,6 +19,8 @@ from tests.support.paths import ROOT
 # All cases in one process, since torch loads for two seconds.
 RUN = """
 import sys
+import threading
+import time
 from megatron_rc.launch.ranks import run_ranks
 
 for case in sys.argv[1:]:
@@ -81,6 +85,7 @@ def test_torchrun_adds_no_line_and_no_start_and_no_end_leaves_a_folder(told, tem
     lines = re.sub(without_name_server, "", told.stderr, flags=re.MULTILINE)
     # One of two ranks may be ended before it says its line.
     assert set(lines.splitlines()) == {"what a rank says is above the last line"}
+    assert 1 <= len(lines.splitlines()) <= 2
     assert list(temporary.iterdir()) == []
 
 
@@ -124,3 +129,16 @@ def test_a_name_without_an_address_is_one_sentence(monkeypatch, flags):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(ConfigurationError, match=f"^{NAMELESS[flags]}: the name nowhere.invalid has no address"):
         ranks.run_ranks(["--nnodes=2", *flags.split(), "--module", "unused"])
+
+
+def test_a_name_server_that_does_not_answer_holds_up_nothing(monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(ranks, "LOOKUP_SECONDS", 0.1)
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", lambda *_: answer.wait(60))
+    begun = time.monotonic()
+    try:
+        with pytest.raises(ConfigurationError, match=r"^--master-addr slow\.invalid: the name"):
+            ranks.run_ranks(["--nnodes=2", "--node-rank=0", "--master-addr=slow.invalid", "--module", "unused"])
+        assert time.monotonic() - begun < 30
+    finally:
+        answer.set()

@@ -180,6 +180,14 @@ def limits():
         ([0, 3e4, 0, 0], [3e4, 0, 0, 0], {"reverse_kl": 3e4, "forward_kl": 3e4, "jsd": log2}),
         # The lowest number of float32.
         ([0, 0, -3e38, -3e38], [0, -3e38, 0, -3e38], {"jsd": log2 / 2}),
+        # The student is certain of a token to which a broad teacher gives 0.
+        ([3e4, *[0] * 15], [nothing, *[0] * 15], {"jsd": log2}),
+    ]
+    # Further columns are tokens of the probability 0 for both.
+    width = max(len(logits) for logits, *_ in rows)
+    rows = [
+        ([*first, *[nothing] * (width - len(first))], [*second, *[nothing] * (width - len(second))], values)
+        for first, second, values in rows
     ]
     student, teacher, values = zip(*rows, strict=True)
     return torch.tensor(student), torch.tensor(teacher), values
@@ -299,7 +307,9 @@ def test_wrong_input_is_named_before_any_collective_and_right_input_makes_few(ra
     assert ranks.run(collectives, Layout()) == [nothing]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("forward_kl", torch.bfloat16), ("jsd", torch.float32)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("reverse_kl", torch.float32), ("forward_kl", torch.bfloat16), ("jsd", torch.float32)]
+)
 def test_only_the_gradient_is_as_large_as_the_logits(kind, dtype):
     tokens = 256
     width = 8192
@@ -341,6 +351,14 @@ def test_on_a_gpu_the_host_does_not_wait(kind):
         assert not device.waits
         torch.testing.assert_close(values.cpu(), expected.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(leaf.grad.cpu(), on_cpu.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_no_tokens_are_fine(kind):
+    logits = torch.zeros(0, 5, PADDED, requires_grad=True)
+    values = vocab_parallel_divergence(logits, torch.zeros(0, 5, PADDED), kind=kind)
+    values.sum().backward()
+    assert values.shape == (0, 5)
 
 
 # From hidden states

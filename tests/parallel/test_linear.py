@@ -172,6 +172,15 @@ def test_no_logits_are_held():
     assert largest - gradients <= 2.2 * 4 * chunk * width
 
 
+def test_no_tokens_are_fine():
+    weight = torch.randn(PADDED, HIDDEN, requires_grad=True)
+    hidden = torch.zeros(0, BATCH, HIDDEN, requires_grad=True)
+    log_probs, entropy = linear_log_probs_and_entropy(hidden, weight, torch.zeros(0, BATCH, dtype=torch.int64))
+    (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.shape == (0, BATCH)
+    assert not weight.grad.any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.parallel import (
     linear_log_probs_and_entropy,
     log_probs,
@@ -246,6 +247,15 @@ def test_offsets_that_do_not_ascend_over_all_ids_make_every_log_prob_nan(offsets
     assert log_probs.isnan().all()
     (log_probs.nan_to_num().sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
+
+
+def test_check_reports_a_label_that_was_not_kept():
+    kept_tokens = {"support_ids": torch.tensor([0, 1, 1, 2]), "support_offsets": torch.tensor([0, 2, 4])}
+    log_probs = vocab_parallel_log_probs(torch.zeros(1, 2, 3), torch.tensor([[0, 0]]), **kept_tokens)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    result = correct_rollouts(log_probs, torch.full((1, 2), -1.0), mask, RolloutCorrectionConfig())
+    with pytest.raises(ValueError, match=r"sample 0 .*position 1 is NaN"):
+        result.check()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,23 @@ def test_the_flags_of_a_description_make_the_same_config(config):
     assert lines[lines.index(flags) + 1 :] == [f"note: {note}" for note in config.notes]
 
 
+def test_a_description_says_every_fact():
+    assert DESCRIBED[-2].describe().splitlines()[:-1] == [
+        "decoupled: π_old is computed, ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old",
+        "sequence weights w = (Π ρ_t)^(1/n), the geometric mean, clamped to [0.1, 3]",
+        "the weights are divided by their mean over the accepted sequences of the global batch",
+        "rejects sequences whose Π ρ_t is outside [0.1, 2] (seq_sum_k1)",
+        "rejects all responses of a prompt of which one is rejected as a whole (group_any)",
+        "rejects sequences with A < 0 whose mean of -log ρ is above 0.01 nats (opsm)",
+        "rejects all responses of a prompt whose mean k2 = ½(log ρ)² over their tokens is above 1 nats (group_mean_k2)",
+        "rejects sequences whose largest k3 = ρ - 1 - log ρ is above 1 nats (seq_max_k3)",
+        "rejects sequences with a token whose ρ_t is below 1e-06 (veto)",
+        "the loss is averaged over all trained tokens, rejected ones too",
+        "a NaN, infinite or positive log-prob at a trained position: its sequence is rejected and counted",
+        "metrics are named mis match's/…",
+    ]
+
+
 FACTS = """
 disabled | the weights are measured, not applied
 disabled | no rejection by divergence

@@ -5,6 +5,7 @@ import json
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.weights.named_weights import named_weights
 from tests.support.recorded_training import COMMON
@@ -118,6 +119,15 @@ def save_random(config, folder, seed, max_shard_size="5GB"):
             weight.add_(0.2 * torch.randn_like(weight))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def enlarge_gates(folder):
+    """Scale the first weights and biases of gpt-oss's experts, so that activations pass the clamp at 7."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("gate_up_proj", "gate_up_proj_bias")):
+            tensors[name] = tensors[name] * 6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def words_of(folder, layout, *more):

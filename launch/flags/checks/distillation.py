@@ -158,9 +158,12 @@ def _check_tokenizer(config: RunConfig, task: Task, teacher: TeacherModel) -> No
     names = ("tokenizer.json", "tokenizer_config.json")
     if folder is None or not any((Path(folder) / name).is_file() for name in names):
         if has_further_rows:
+            remedy = "put the teacher's tokenizer into its directory"
+            if teacher.flag == "--teacher-load":
+                remedy = "put the teacher's tokenizer into the directory of its run's --tokenizer-model"
             raise ConfigurationError(
-                f"{where}: {sizes}, and without a tokenizer it is unknown whether the further rows are tokens: put "
-                "the teacher's tokenizer into its directory, or give a teacher with the policy's vocabulary"
+                f"{where}: {sizes}, and without a tokenizer it is unknown whether the further rows are tokens: "
+                f"{remedy}, or give a teacher with the policy's vocabulary"
             )
         _log.warning("%s: the teacher's tokenizer is not there, so that it is not known to be the policy's", where)
         return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.guards import Condition
 
 _SEQUENCES = ("grpo_prompts_per_step", "grpo_group_size")
 
 
 def check_layout(config: RunConfig) -> None:
-    """Check the number of processes, and tensor, pipeline, sequence and context parallelism."""
+    """Check the number of processes, and tensor, pipeline, expert, sequence and context parallelism."""
     parallel = config.parallel
     size = parallel.model_size
     world = config.launch.world_size
@@ -20,6 +21,11 @@ def check_layout(config: RunConfig) -> None:
         raise ConfigurationError(f"{product} needs a multiple of {size} processes, got {world}: start as many")
 
     _check_stages(config)
+    # Not in check_experts, which also checks teachers: one without experts has the run's flags.
+    if config.experts is None and (config.megatron.expert_tensor_parallel_size or 1) != 1:
+        raise ConfigurationError(
+            f"{config.typed('expert_tensor_parallel_size')} does nothing without --num-experts: drop it"
+        )
     length = config.training.seq_length
     if cp > 1:
         require_multiple("seq_length", length, "context_parallel_size", cp, factor=2)
@@ -31,7 +37,7 @@ def check_layout(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    """Check that layers spread evenly over the stages; Megatron checks given numbers for the first and last stage.
+    """Check that layers spread evenly over the stages, apart from given numbers for the first and the last stage.
 
     A layout of all stages was checked when it was read.
     """
@@ -47,9 +53,12 @@ def _check_stages(config: RunConfig) -> None:
             f"{flags_of_ends} with {config.typed('num_layers_per_virtual_pipeline_stage')}: virtual stages have "
             "equally many layers; drop one"
         )
-    # Megatron would give the other stages a negative number of layers, and the model too many.
-    if sum(layers or 0 for layers in config.megatron.layers_at_ends) > config.transformer.num_layers:
-        raise ConfigurationError(f"{flags_of_ends} is more than {config.typed('num_layers')}")
+    layers_of_stages = config.layers_of_chunks
+    if min(layers_of_stages) < 1 or sum(layers_of_stages) != config.transformer.num_layers:
+        raise ConfigurationError(
+            f"{flags_of_ends} with {config.typed('num_layers')} and {config.typed('pipeline_model_parallel_size')}: "
+            "each stage needs a layer, and the stages between the ends equally many; change one of them"
+        )
 
 
 def check_batches(config: RunConfig) -> None:
@@ -139,6 +148,32 @@ def check_steps(config: RunConfig, samples: bool) -> None:
         )
     if config.schedule.lr_warmup_init > config.optimizer.lr:
         raise ConfigurationError(f"{config.typed('lr_warmup_init')} must be at most {config.typed('lr')}")
+    _check_profile(config)
+    _check_rare_metrics(config)
+
+
+def _check_profile(config: RunConfig) -> None:
+    """Check that the profiled ranks are some of the run's."""
+    logging = config.logging
+    if not logging.profile:
+        return
+    world_size = config.launch.world_size
+    for rank in logging.profile_ranks or ():
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"--profile-ranks {rank} must be one of 0 to {world_size - 1}")
+
+
+def _check_rare_metrics(config: RunConfig) -> None:
+    """Refuse conditions on metrics that only some steps have, and no step of this run."""
+    intervals = {
+        "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
+        "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
+    }
+    for text in config.guards.stop_if or ():
+        metric = Condition.parse(text).metric
+        name, interval = intervals.get(metric, ("", 1))
+        if interval is None:
+            raise ConfigurationError(f"--stop-if '{text}' does nothing without {name}: no step has {metric}")
 
 
 def _product(config: RunConfig, *names: str) -> str:

@@ -103,16 +103,9 @@ def _optimizer_misfit(config: RunConfig, settings: dict[str, Any]) -> str | None
             f"{how} --use-distributed-optimizer, which keeps the optimizer's state in another form: {remedy}, or give "
             "--no-load-optim"
         )
-    if config.experts is not None:
-        size = config.parallel.expert_model_parallel_size
-        saved_size = (settings.get("parallel") or {}).get("expert_model_parallel_size", size)
-        # Megatron gives experts that are spread over ranks an optimizer of their own.
-        if (saved_size == 1) != (size == 1):
-            remedy = "--expert-model-parallel-size 1" if saved_size == 1 else "an --expert-model-parallel-size above 1"
-            return (
-                f"with --expert-model-parallel-size {saved_size}, whose optimizer's state does not fit {size}: give "
-                f"{remedy}, or --no-load-optim"
-            )
+    problem = _expert_optimizer_misfit(config, settings)
+    if problem is not None:
+        return problem
     files = config.checkpoints
     if files.override_opt_param_scheduler or files.use_checkpoint_opt_param_scheduler:
         return None
@@ -125,6 +118,40 @@ def _optimizer_misfit(config: RunConfig, settings: dict[str, Any]) -> str | None
                 "keep the checkpoint's"
             )
     return None
+
+
+def _expert_optimizer_misfit(config: RunConfig, settings: dict[str, Any]) -> str | None:
+    """Name the sizes of the layout if experts have an optimizer of their own only in the checkpoint or only here.
+
+    They have one if they are spread over ranks, or if --expert-tensor-parallel-size is not the TP size.
+    """
+    saved_parallel = settings.get("parallel")
+    if config.experts is None or not saved_parallel:
+        return None
+    ep_size = config.parallel.expert_model_parallel_size
+    tp_size = config.parallel.tensor_model_parallel_size
+    etp_size = config.expert_tensor_parallel_size
+    saved_ep_size = saved_parallel.get("expert_model_parallel_size", ep_size)
+    saved_tp_size = saved_parallel.get("tensor_model_parallel_size", tp_size)
+    saved_given = (settings.get("megatron") or {}).get("given") or {}
+    saved_etp_size = saved_given.get("expert_tensor_parallel_size") or saved_tp_size
+    was_apart = saved_ep_size != 1 or saved_etp_size != saved_tp_size
+    is_apart = ep_size != 1 or etp_size != tp_size
+    if was_apart == is_apart:
+        return None
+    if was_apart:
+        remedy = (
+            "an --expert-model-parallel-size above 1 or an --expert-tensor-parallel-size other than the "
+            "--tensor-model-parallel-size"
+        )
+    else:
+        remedy = f"--expert-model-parallel-size 1 and --expert-tensor-parallel-size {tp_size}"
+    return (
+        f"with --expert-model-parallel-size {saved_ep_size} and --expert-tensor-parallel-size {saved_etp_size} at "
+        f"--tensor-model-parallel-size {saved_tp_size}, whose optimizer's state does not fit "
+        f"--expert-model-parallel-size {ep_size} and --expert-tensor-parallel-size {etp_size} at "
+        f"--tensor-model-parallel-size {tp_size}: give {remedy}, or --no-load-optim"
+    )
 
 
 def differences(config: RunConfig, folder: Path, among: Collection[str] | None = None) -> str:

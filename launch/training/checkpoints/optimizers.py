@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_rc.launch.errors import one_line
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import model_state, sharding_options
 from megatron_rc.launch.training.models.trained_model import TrainedModel
@@ -26,7 +27,8 @@ def load_optimizer_and_schedule(config: RunConfig, trained: TrainedModel, optimi
     """Load both, with the checkpoint's learning rates, or with ``--override-opt-param-scheduler`` with this run's.
 
     Raises:
-        ValueError: a number of the schedule is not the checkpoint's, and no flag says which of the two counts.
+        ValueError: the optimizer's state has another form than this run's, or a number of the schedule is not the
+            checkpoint's, and no flag says which of the two counts.
     """
     optimizer = trained.optimizer
     scheduler = trained.scheduler
@@ -36,7 +38,15 @@ def load_optimizer_and_schedule(config: RunConfig, trained: TrainedModel, optimi
     rates_of_kind = {_kind(group): _some(group, _RATES) for group in _groups(optimizer_state)}
     for group in optimizer.param_groups:
         group.update(rates_of_kind.get(_kind(group), {}))
-    _load_optimizer(optimizer, optimizer_state)
+    try:
+        _load_optimizer(optimizer, optimizer_state)
+    except Exception as error:  # Megatron and PyTorch raise errors of many kinds for a state of another form
+        # Short, because the caller cuts the whole sentence, whose end is the remedy.
+        reason = f"{type(error).__name__}: {one_line(error, 120)}"
+        raise ValueError(
+            f"the optimizer's state does not fit this run's optimizer ({reason}): "
+            "give the layout and the flags of the run that wrote it, or --no-load-optim"
+        ) from error
     if override:
         for group, numbers in zip(optimizer.param_groups, numbers_of_run, strict=True):
             group.update(numbers)

@@ -36,6 +36,8 @@ _COLLAPSED = (
     "lower --lr"
 )
 _OTHERWISE = "see docs/metrics.md for what moves it"
+# Metrics of some steps only, after a save or an evaluation.
+_NOW_AND_THEN = ("perf/save_seconds", "perf/eval_seconds")
 
 
 class Guards:
@@ -46,12 +48,7 @@ class Guards:
         self._met: dict[Condition, list[tuple[float, bool]]] = {
             Condition.parse(text): [] for text in config.guards.stop_if or ()
         }
-        # Metrics of some steps only, after a save or an evaluation.
-        now_and_then = {
-            "perf/save_seconds": config.checkpoints.save_interval,
-            "perf/eval_seconds": config.evaluation.eval_interval,
-        }
-        self._unseen = {condition for condition in self._met if not now_and_then.get(condition.metric)}
+        self._unseen = {condition for condition in self._met if condition.metric not in _NOW_AND_THEN}
 
     def go_on(self, rows: Iterable[Mapping[str, float]], iteration: int) -> None:
         """Count the steps before a checkpoint, because steps in a row may lie on both sides of it.

@@ -377,7 +377,9 @@ def _varlen_function() -> Callable[..., Tensor] | None:
     return cast(Callable[..., Tensor], varlen_attn)  # a tuple only if more than the output is asked for
 
 
-@functools.lru_cache(maxsize=16)
+# Layers with a window and layers without one need a mask each. More would keep [s/cp, s] on the device for lengths that
+# may not come again.
+@functools.lru_cache(maxsize=2)
 def _zigzag_mask(local_length: int, rank: int, size: int, window: int | None, device: torch.device) -> Tensor:
     """[s/cp, s], True if this rank's query sees the gathered key; keys are in rank order.
 

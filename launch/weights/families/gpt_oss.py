@@ -53,7 +53,7 @@ def _read_windows(file: File) -> Flags:
     if _SLIDING not in kinds:
         return {}
     window = file.get("sliding_window", _WINDOW)
-    if not isinstance(window, int) or window < 1:
+    if type(window) is not int or window < 1:  # True is an instance of int
         raise UnknownFeatureError(f"sliding_window is {window!r}, not a number of tokens")
     # Megatron does not count the query's own token.
     flags = {"window-size": f"{window - 1},0"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from megatron_rc.launch.flags.checks.distillation import _check_tokenizer
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.recorded import file_name, write_rollouts
 from megatron_rc.launch.rollouts.teacher_scores import Header, TeacherScores, write_scores
@@ -172,8 +173,12 @@ def test_further_embedding_rows_need_a_tokenizer_without_tokens_there(configs, t
     with refused(f"--teacher-load-hf {tmp_path} | has 38 embedding rows and the policy 30 | its token 'z' has the id"):
         settings(arguments)
     CharacterText("0123456789").save(tmp_path)
-    (teacher,) = settings(arguments).teachers
+    config, task = configure(arguments, 1, engine=False)
+    (teacher,) = config.teachers
     assert (teacher.embedding_rows, teacher.config.model.vocab_size) == (38, 30)
+    of_checkpoint = dataclasses.replace(teacher, flag="--teacher-load", tokenizer="gone")
+    with refused(f"--teacher-load {tmp_path} | without a tokenizer | its run's --tokenizer-model"):
+        _check_tokenizer(config, task, of_checkpoint)
 
 
 @pytest.fixture

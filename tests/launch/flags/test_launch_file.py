@@ -33,6 +33,8 @@ def test_a_nested_correction_is_that_of_the_flat_keys(tmp_path):
     assert (nested.rollout_is, nested.rollout_is_threshold, nested.rollout_token_veto_threshold) == ("token", 3, 1e-4)
     typed = correction(tmp_path, NESTED, "--rollout-is-threshold=5", "--no-rollout-is-batch-normalize")
     assert nested.rollout_is_batch_normalize
+    second_name = correction(tmp_path, NESTED.replace("rollout_is_batch", "no_rollout_is_batch"))
+    assert not second_name.rollout_is_batch_normalize
     assert (typed.rollout_is_threshold, typed.rollout_is_batch_normalize) == (5, False)
 
 
@@ -53,6 +55,10 @@ BELOW rollout_is_treshold: 2 :: below rollout_correction | 'rollout-is-treshold'
 BELOW lr: 1 :: below rollout_correction: lr
 BELOW rollout_is: token\\n  rollout-is: token :: below rollout_correction: rollout-is
 BELOW rollout_is: token\\nrollout-is: token :: rollout-is | below rollout_correction
+BELOW bypass_mode: true\\nno-bypass-mode: true :: bypass-mode is given twice
+BELOW bypass_mode: null :: bypass-mode: 'null'
+BELOW lr: {a: 1} :: lr is no field
+chat-template-kwargs: {2020-01-01: x} :: chat-template-kwargs | date
 BELOW rollout_is: none\\n  rollout_is_threshold: 2 :: rollout_is_threshold
 """
 

@@ -8,6 +8,7 @@ import pytest
 from megatron_rc.launch.errors import missing_packages_noted
 from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.unused import Rule
 from megatron_rc.records.rollout import save_rollouts
 from tests.launch.flags.test_latent_attention import HEADS, LATENT
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
@@ -96,6 +97,8 @@ TABLES = {
         --overlong=penalise :: --overlong penalise | --overlong-buffer
         --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
         --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override-opt-param-scheduler
+        @2 --profile --profile-ranks 0 2 :: --profile-ranks 2 | 0 to 1
+        @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
         --stop-if lr :: --stop-if 'lr'
         --stop-if lr>1e999 :: --stop-if 'lr>1e999' | 1e999 is no finite number
         """,
@@ -232,9 +235,9 @@ TABLES = {
         --no-rope-freq=often :: --no-rope-freq | 'often'
         --window-size=5 :: --window-size | 127,0 | '5'
         --window-size=4,0 --window-attn-skip-freq=[1]*3 :: --window-attn-skip-freq [1]*3 is of 3 layers
-        @2 PP --decoder-first-pipeline-num-layers=4 :: Megatron-Core refuses --decoder-first-pipeline-num-layers 4
+        @2 PP --decoder-first-pipeline-num-layers=4 :: --decoder-first-pipeline-num-layers 4 | --num-layers 4
         @2 PP --decoder-first-pipeline-num-layers=5 :: --decoder-first-pipeline-num-layers 5 | --num-layers 4
-        @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: refuses --decoder-last
+        @3 --pipeline-model-parallel-size=3 --decoder-last-pipeline-num-layers=1 :: --decoder-last-pipeline-num-layers 1
         @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: -first-pipeline-num-layers 1
         @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
         """,
@@ -288,6 +291,17 @@ def test_what_does_nothing_in_megatron_passes(tmp_path):
     assert configure(flags(tmp_path, *f"{arguments} --no-critic-offload --no-async-save".split()), 1)
 
 
+def test_stages_that_leave_layers_out_are_refused_for_machines_with_transformer_engine(tmp_path):
+    """Megatron-Core cannot check them here: Transformer Engine is not installed."""
+    arguments = "--no-cpu --transformer-impl=transformer_engine --pipeline-model-parallel-size=4 --num-layers=27"
+    ends = "--decoder-first-pipeline-num-layers"
+    with missing_packages_noted(), refused(f"{ends} 4 | --num-layers 27 | --pipeline-model-parallel-size 4"):
+        configure(flags(tmp_path, *arguments.split(), f"{ends}=4"), 4, engine=False, elsewhere=True)
+    # 3 layers, and three stages of 8.
+    with missing_packages_noted():
+        assert configure(flags(tmp_path, *arguments.split(), f"{ends}=3"), 4, engine=False, elsewhere=True)
+
+
 def test_memory_is_not_shared_with_an_engine_that_samples_ahead(tmp_path):
     arguments = (
         "--no-cpu --transformer-impl=local --rollout-engine=vllm --rollout-colocate --rollout-staleness=4".split()
@@ -311,6 +325,7 @@ UNUSED = [
         "",
         "--use-rope-scaling | --num-experts | --mul",
     ),
+    (GPT2, "--openai-gelu", "--quick-geglu", "--swiglu and --quick-geglu"),
     (
         GPT2,
         "--openai-gelu --sequence-parallel --num-query-groups=2",
@@ -369,7 +384,6 @@ def test_flags_that_do_nothing_are_one_line_and_change_nothing(tmp_path, caplog,
     assert all(part in lines[0] for part in needs.split(" | ") if part)
 
 
-def test_a_profile_of_ranks_that_the_run_does_not_have_does_nothing(tmp_path):
-    config, _ = configure(flags(tmp_path, "--profile", "--profile-ranks", "1", "2"), 1, engine=False)
-    assert config.unused == ("--profile (needs --profile-ranks of this run)",)
-    assert not config.logging.profile
+def test_a_misspelt_name_in_a_rule_is_an_error():
+    with pytest.raises(ValueError, match="eval_intervall"):
+        Rule("an engine", lambda run: True, "eval_interval eval_intervall kl_estimator")

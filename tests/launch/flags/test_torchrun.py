@@ -113,6 +113,7 @@ REFUSED = f"""
 --local-ranks-filter=a :: torchrun | --local-ranks-filter=a
 --json :: --json | --dry-run
 --dry-run --device-memory-gib=0 :: --device-memory-gib 0.0
+--dry-run --print-config :: --dry-run | --print-config
 --tensor-model-parallel-size=2 :: 2 processes, got 1
 """
 

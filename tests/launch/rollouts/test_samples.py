@@ -61,18 +61,18 @@ def ask(samples):
 
 @pytest.mark.parametrize("kind", BAD | LOG_PROBS)
 def test_a_bad_response_ends_the_run_or_is_dropped(tmp_path, kind):
-    bad, arguments = (BAD | LOG_PROBS)[kind]
+    bad, message = (BAD | LOG_PROBS)[kind]
     if kind in BAD:
         with pytest.raises(EngineError) as error:
             ask(good_samples(tmp_path, Engine([GOOD, bad, GOOD])))
-        assert arguments in str(error.value)
+        assert message in str(error.value)
         assert kind == "server" or str(error.value).startswith("--rollout-engine transformers, prompt 1: ")
         assert not (tmp_path / "run" / "bad").exists()
     samples = good_samples(tmp_path, engine := Engine([GOOD, bad, GOOD]), "--bad-samples=drop")
     assert ask(samples) == [GOOD, Sample([], [], "abort", bad_lengths=(len(bad.token_ids),)), GOOD]
     assert (samples.bad, len(engine.asked)) == (1, 1)
     line = json.loads((tmp_path / "run" / "bad" / "samples.jsonl").read_text())
-    assert arguments in line["error"]
+    assert message in line["error"]
     assert (line["replica"], line["index"], line["try"], line["weights"], line["prompt"]) == (1, 1, 1, 7, [2])
     assert line["tokens"] == bad.token_ids
     assert len(line["log_probs"]) == len(bad.log_probs)

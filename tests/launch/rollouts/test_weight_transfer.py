@@ -17,7 +17,7 @@ EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24"]
 VLLM = StreamServer
 SGLANG = SglangStreamServer
 CASES = [
-    (VLLM, Layout(tp=2, sp=True, pp=2), []),
+    (VLLM, Layout(tp=2, sp=True, pp=2, vpp=True), ["--num-layers=4", "--untie-embeddings-and-output-weights"]),
     (VLLM, Layout(tp=2, sp=True, dp=2, ep=2, etp=2), [*EXPERTS, "--rollout-weight-transfer=ipc"]),
     (SGLANG, Layout(pp=2, dp=2, ep=2), EXPERTS),
 ]

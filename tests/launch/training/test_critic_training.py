@@ -254,12 +254,12 @@ def test_a_bad_step_changes_neither_model_and_says_whose_it_was(ranks, tmp_path)
     arguments = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--check-for-spiky-loss", "--check-for-large-grads")
     results, saved = agreed(ranks.run(spoil, Layout(pp=2), [*arguments, f"--save={tmp_path}/save"]))
     assert {part: unchanged for part, (_, *unchanged) in results.items()} == {part: [True, True] for part in results}
-    message = {part: arguments for part, (arguments, *_) in results.items()}
-    assert message["spiky"].startswith("the critic's loss of step 1 is")
-    assert "(--check-for-spiky-loss): the step was not made; lower --critic-lr" in message["spiky"]
-    assert message["large"].startswith("the critic's gradient norm of step 1 is")
-    assert "(--check-for-large-grads): the step was not made; lower --critic-lr" in message["large"]
-    assert message["critic"].startswith("the critic's loss of step 1 is")
-    assert message["policy"].startswith("the loss of step 1 is")
+    messages = {part: message for part, (message, *_) in results.items()}
+    assert messages["spiky"].startswith("the critic's loss of step 1 is")
+    assert "(--check-for-spiky-loss): the step was not made; lower --critic-lr" in messages["spiky"]
+    assert messages["large"].startswith("the critic's gradient norm of step 1 is")
+    assert "(--check-for-large-grads): the step was not made; lower --critic-lr" in messages["large"]
+    assert messages["critic"].startswith("the critic's loss of step 1 is")
+    assert messages["policy"].startswith("the loss of step 1 is")
     assert saved.startswith("the critic's weight decoder.layers.0.mlp.linear_fc1.weight is not finite after step 0")
     assert saved.endswith("with a lower --critic-lr")

@@ -68,8 +68,10 @@ def test_adam_takes_the_same_steps(start):
 
 
 def test_gpt2_with_penalties_takes_the_same_steps(start):
+    """Learned positions of packed sequences that are cut over CP ranks."""
     more = ["--optimizer=sgd", *TERMS, "--ppo-dual-clip=1.01"]
-    got = start(*more, model="gpt2", layout=Layout(tp=2, sp=True))
+    layout = Layout(tp=2, cp=2, sp=True)
+    got = start(*more, "--rl-use-sequence-packing", model="gpt2", layout=layout)
     assert_same(got, start(*more, model="gpt2"), [1e-5] * 4)
 
 
@@ -77,9 +79,9 @@ def test_gpt2_with_penalties_takes_the_same_steps(start):
     ("layout", "model", "more", "form"),
     [
         (Layout(tp=2, cp=2, sp=True), "llama", (), ("--rl-use-sequence-packing",)),
-        (Layout(tp=2, sp=True), "untied", TERMS, ()),
+        (Layout(tp=2, pp=2, sp=True), "untied", TERMS, ()),
     ],
-    ids=["tp2-cp2-sp-packed", "tp2-sp-untied"],
+    ids=["tp2-cp2-sp-packed", "tp2-pp2-sp-untied"],
 )
 def test_log_probs_without_logits_take_the_same_steps(start, layout, model, more, form):
     more = ("--optimizer=sgd", "--sgd-momentum=0.5", *more)

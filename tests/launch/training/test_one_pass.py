@@ -285,10 +285,10 @@ def choice(folder, *more):
 def test_a_pass_that_is_needed_is_made_and_said(tmp_path, more):
     config = choice(tmp_path, *more.split())
     assert not is_one_pass(config)
-    arguments = scoring_in_words(config)
-    assert arguments.startswith("a forward-only pass scores each rollout batch: ")
-    assert NEEDED[more] in arguments
-    assert "\n" not in arguments
+    sentence = scoring_in_words(config)
+    assert sentence.startswith("a forward-only pass scores each rollout batch: ")
+    assert NEEDED[more] in sentence
+    assert "\n" not in sentence
 
 
 @pytest.mark.parametrize("more", NOT_NEEDED)

@@ -99,6 +99,7 @@ OTHERWISE = [
     ("gpt_oss", {"layer_types": ["sliding_attention"] * 3 + ["chunked_attention"]}, "layer_types is .*'chunked_"),
     ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types is .* for 4 layers"),
     ("gpt_oss", {"sliding_window": None}, "sliding_window is None, not a number of tokens"),
+    ("gpt_oss", {"sliding_window": True}, "sliding_window is True, not a number of tokens"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias is False, not True"),
     ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit is 5\.0, not 7\.0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*'gptq'.*, neither mxfp4"),

@@ -46,8 +46,8 @@ def check(folder, groups=None, **more):
 
 
 def test_another_output_layer_than_the_tied_embeddings_is_refused(models, changed_model, caplog):
-    arguments = load_file(models[TIED] / "model.safetensors")[WORDS]
-    other = arguments.clone()
+    embedding = load_file(models[TIED] / "model.safetensors")[WORDS]
+    other = embedding.clone()
     # In the last row, which is compared on its own.
     other[-1, 5] += 0.25
     with pytest.raises(ValueError, match=rf"{HEAD} differs from {WORDS} \(by up to 0\.25\).* tie_word_embeddings"):
@@ -57,8 +57,8 @@ def test_another_output_layer_than_the_tied_embeddings_is_refused(models, change
     # A critic has a value head in its place.
     check(changed_model(TIED, {HEAD: other}), has_output_layer=False)
     # Equal ones are what many publishers ship, in whatever precision.
-    check(changed_model(TIED, {HEAD: arguments.clone()}))
-    rounded = arguments.bfloat16()
+    check(changed_model(TIED, {HEAD: embedding.clone()}))
+    rounded = embedding.bfloat16()
     check(changed_model(TIED, {HEAD: rounded.float(), WORDS: rounded}))
     assert not caplog.messages
 

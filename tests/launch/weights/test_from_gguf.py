@@ -18,8 +18,8 @@ def test_a_gguf_file_without_a_tensor_is_named():
     """Where one was renamed, transformers takes random weights and says so in its report alone."""
     good = {"missing_keys": set(), "unexpected_keys": {"x"}, "mismatched_keys": set()}
     from_gguf.check_complete(Path("a.gguf"), good)
-    for kind, arguments in (("missing_keys", "lacks"), ("mismatched_keys", "has in another shape")):
-        with pytest.raises(ConfigurationError, match=rf"a\.gguf {arguments} the tensor of model\.up: it is damaged"):
+    for kind, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has in another shape")):
+        with pytest.raises(ConfigurationError, match=rf"a\.gguf {verb} the tensor of model\.up: it is damaged"):
             from_gguf.check_complete(Path("a.gguf"), {kind: {"model.up"}})
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.weights.load import open_weights
 from tests.support.hybrid import HYBRID, needs_hybrid
-from tests.support.published_models import MODELS, save_random, words_of
+from tests.support.published_models import MODELS, enlarge_gates, save_random, words_of
 from tests.support.ranks import Layout, RankFailure
 from tests.support.recorded_training import build_trainer, make_trainer, recorded_batch
 
@@ -73,6 +73,7 @@ def folders(tmp_path_factory):
     for name, config in MODELS.items():
         results[name] = save_random(config, tmp_path_factory.mktemp(name), 3, "20KB" if name == "qwen3" else "5GB")
     as_published(results["gpt2"])
+    enlarge_gates(results["gpt_oss"])
     return results
 
 
@@ -173,6 +174,18 @@ def test_a_published_detail_shows_in_the_logits(ranks, folders, name, length, wr
     assert (other - expected).abs().max() > 4e-4
 
 
+def test_the_clamp_of_gpt_oss_shows_in_the_logits(folders):
+    """Without it the logits differ by more than the tolerance of the comparison with Megatron's."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["gpt_oss"])
+    with torch.no_grad():
+        expected = model(recorded_batch(0).tokens).logits
+        for layer in model.model.layers:
+            assert layer.mlp.experts.limit == 7
+            layer.mlp.experts.limit = 1e9
+        without_clamp = model(recorded_batch(0).tokens).logits
+    assert (without_clamp - expected).abs().max() > 0.1
+
+
 def read_tensors(folder):
     return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
@@ -181,12 +194,15 @@ DOWN = "model.layers.3.mlp.down_proj.weight"
 EXPERT = "model.layers.3.mlp.experts.3.down_proj.weight"
 Q = "model.layers.3.self_attn.q_proj.weight"
 WORDS = "model.embed_tokens.weight"
+STACK = "model.layers.3.mlp.experts.down_proj"
 # Model, a tensor, its wrong shape, and the sentence: the last stage alone reads it, or the second rank with experts.
 NOT_FITTING = {
     "missing": ("llama", DOWN, None, f"holds no tensor {DOWN}"),
     "shape": ("llama", DOWN, (32, 50), f"{DOWN} (32, 50) does not fit"),
     "uncut": ("llama", Q, (33, 32), f"{Q} (33, 32), model.layers.3.self_attn.k_proj.weight"),
     "shape of an expert": ("qwen3_moe", EXPERT, (32, 48), f"{EXPERT} (32, 48) does not fit the (32, 12)"),
+    "missing stack": ("gpt_oss", STACK, None, f"holds no tensor {STACK}"),
+    "short stack": ("gpt_oss", STACK, (3, 20, 32), f"{STACK} (3, 20, 32) has no entry 3"),
     "vocabulary": ("qwen3_moe", WORDS, (29, 32), f"{WORDS} (29, 32) does not fit the (16, 32)"),
 }
 
@@ -199,7 +215,7 @@ def test_weights_that_do_not_fit_are_one_error(ranks, folders, tmp_path, name, t
         tensors[tensor] = torch.zeros(shape)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders[name] / "config.json").read_text())
-    layout = Layout(pp=2) if name == "llama" else Layout(tp=2, sp=True, dp=2, ep=2)
+    layout = Layout(tp=2, sp=True, dp=2, ep=2) if name == "qwen3_moe" else Layout(pp=2)
     with pytest.raises(RankFailure, match=f"(?s)--load-hf: .*{re.escape(message)}"):
         ranks.run(build_trainer, layout, words_of(tmp_path, layout))
 

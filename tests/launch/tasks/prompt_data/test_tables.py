@@ -90,10 +90,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_table_that_cannot_be_read_is_one_sentence(tmp_path, datasets, name, capfd, caplog):
-    content, arguments = BROKEN[name]
+    content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
-        ConfigurationError, match=f"^--eval-data {tmp_path}/{name} .*{arguments}.*HF_DATASETS_CACHE"
+        ConfigurationError, match=f"^--eval-data {tmp_path}/{name} .*{message}.*HF_DATASETS_CACHE"
     ) as error:
         open_rows("--eval-data", str(tmp_path / name), ignore)
     assert "\n" not in str(error.value)

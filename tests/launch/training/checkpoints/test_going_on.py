@@ -136,9 +136,10 @@ def grad_norms(words, batches, fused):
     return norms
 
 
-def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
+def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more):
     """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
-    arguments = flags(tmp_path, "--num-layers=2", "--lr=1e-2", "--use-distributed-optimizer")
+    arguments = flags(tmp_path, *more, "--num-layers=2", "--lr=1e-2")
     (expected,) = ranks.run(grad_norms, Layout(), arguments, [0, 1, 2, 3], False)
     for before, others in ((True, (True, False)), (False, (True,))):
         save, load = (f"--{name}={tmp_path}/{before}" for name in ("save", "load"))
@@ -161,12 +162,52 @@ def test_experts_go_on_spread_otherwise_or_are_refused(ranks, tmp_path):
     after = Layout(cp=2, ep=2)
     assert [step for step, _ in ranks.run(steps, after, [*load, *after.flags()], 1, False)] == [2] * after.world
     for error in ranks.run(refusal, TWO, [*load, *TWO.flags()]):
-        assert "give an --expert-model-parallel-size above 1, or --no-load-optim" in error
+        assert "give an --expert-model-parallel-size above 1 or" in error
+        assert "or --no-load-optim" in error
     assert ranks.run(refusal, TWO, [*load, *TWO.flags(), "--no-load-optim"]) == [None, None]
     together = tmp_path / "together"
     ranks.run(save_initial, Layout(), [*arguments, f"--save={together}"])
     for error in ranks.run(refusal, SPREAD, [*arguments, f"--load={together}", *SPREAD.flags()]):
-        assert "give --expert-model-parallel-size 1, or --no-load-optim" in error
+        assert "give --expert-model-parallel-size 1 and --expert-tensor-parallel-size 1, or --no-load-optim" in error
+
+
+WHOLE_EXPERTS = Layout(tp=2, sp=True, etp=1)
+
+
+def test_experts_that_are_not_split_go_on_so_or_are_refused(ranks, tmp_path):
+    arguments = flags(tmp_path, *EXPERTS)
+    ranks.run(steps, WHOLE_EXPERTS, [*arguments, f"--save={tmp_path}/save", *WHOLE_EXPERTS.flags()])
+    load = [*arguments, f"--load={tmp_path}/save"]
+    results = ranks.run(steps, WHOLE_EXPERTS, [*load, *WHOLE_EXPERTS.flags()], 1, False)
+    assert [step for step, _ in results] == [2, 2]
+    stages = Layout(pp=2)
+    sizes = "--expert-model-parallel-size 1 and --expert-tensor-parallel-size 1 at --tensor-model-parallel-size"
+    for error in ranks.run(refusal, stages, [*load, *stages.flags()]):
+        assert f"was written with {sizes} 2" in error
+        assert f"does not fit {sizes} 1: give" in error
+        assert "or --no-load-optim" in error
+    assert ranks.run(refusal, stages, [*load, *stages.flags(), "--no-load-optim"]) == [None, None]
+
+
+def save_unmarked(words):
+    """Write the checkpoint of a run whose experts share the optimizer of the other layers."""
+    from megatron_rc.launch.training.models import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_mark_experts", lambda chunk: None)
+        make_trainer(words).save()
+
+
+def test_an_optimizer_of_another_form_is_one_error(ranks, tmp_path):
+    """Checkpoints of experts that are not split once had one optimizer; their settings do not say so."""
+    arguments = flags(tmp_path, *EXPERTS)
+    arguments = [*arguments, *WHOLE_EXPERTS.flags()]
+    ranks.run(save_unmarked, WHOLE_EXPERTS, [*arguments, f"--save={tmp_path}/save"])
+    load = [*arguments, f"--load={tmp_path}/save"]
+    for error in ranks.run(refusal, WHOLE_EXPERTS, load):
+        assert error.startswith(f"--load {tmp_path}/save: checkpoint 0: the optimizer's state does not fit")
+        assert error.endswith("or --no-load-optim")
+    assert ranks.run(refusal, WHOLE_EXPERTS, [*load, "--no-load-optim"]) == [None, None]
 
 
 NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"

@@ -17,8 +17,8 @@ def batch(largest, smallest=None):
 
 def lines(watch, batches):
     """Number of each batch after which a line was said, and the line."""
-    message = ((number, watch.batch(metrics, lambda: "4" * 500)) for number, metrics in enumerate(batches, 1))
-    return [(number, arguments) for number, arguments in message if arguments is not None]
+    sentences = ((number, watch.batch(metrics, lambda: "4" * 500)) for number, metrics in enumerate(batches, 1))
+    return [(number, sentence) for number, sentence in sentences if sentence is not None]
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,21 @@ def test_twenty_batches_in_a_row_have_one_value(tmp_path, batches, due):
 
 
 def test_the_line_names_the_value_what_gave_it_and_a_response(tmp_path):
-    ((_, arguments),) = lines(EqualRewards(run_config(flags(tmp_path))), [batch(-0.5)] * 20)
-    assert "last 20 rollout batches are -0.5" in arguments
-    assert "--task count_up" in arguments
-    assert "4" * 120 in arguments
-    assert len(arguments) < 400
+    ((_, sentence),) = lines(EqualRewards(run_config(flags(tmp_path))), [batch(-0.5)] * 20)
+    assert "last 20 rollout batches are -0.5" in sentence
+    assert "--task count_up" in sentence
+    assert "4" * 120 in sentence
+    assert len(sentence) < 400
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "1", "answer": "2"}) + "\n")
     files = [*LLAMA, *COMMON, f"--runs-dir={tmp_path}", f"--prompt-data={tmp_path}/a.jsonl", "--label-key=answer"]
     config = run_config([*(word for word in files if word != "--task=count_up"), "--reward=exact"])
-    ((_, arguments),) = lines(EqualRewards(config), [batch(0)] * 20)
-    assert "--label-key answer" in arguments
-    assert "--reward exact" in arguments
+    ((_, sentence),) = lines(EqualRewards(config), [batch(0)] * 20)
+    assert "--label-key answer" in sentence
+    assert "--reward exact" in sentence
     save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
     config = run_config(flags(tmp_path, f"--load-rollouts={tmp_path}", "--train-iters=2"))
-    ((_, arguments),) = lines(EqualRewards(config), [batch(0)] * 20)
-    assert f"--load-rollouts {tmp_path}" in arguments
+    ((_, sentence),) = lines(EqualRewards(config), [batch(0)] * 20)
+    assert f"--load-rollouts {tmp_path}" in sentence
 
 
 @pytest.mark.parametrize("steps_of_batch", [1, 2])

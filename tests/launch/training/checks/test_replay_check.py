@@ -101,9 +101,19 @@ def shifted(routes, tokens):
     return routes.roll(tokens, dims=1)
 
 
+def dense_layer_at_the_end(routes):
+    moved = torch.empty_like(routes)
+    moved[:, :, :-1] = routes[:, :, 1:]
+    moved[:, :, -1] = torch.arange(TOP_K).short()
+    return moved
+
+
 WRONG = {
     "shifted by one token": lambda routes: shifted(routes, 1),
     "layers reversed": lambda routes: routes[:, :, [DENSE, *LAYERS[::-1]]],
+    "of another sample": lambda routes: routes.roll(1, dims=0),
+    "dense layer at the wrong end": dense_layer_at_the_end,
+    "constant": lambda routes: torch.arange(TOP_K).short().expand_as(routes).contiguous(),
 }
 
 

@@ -16,9 +16,10 @@ def test_the_cpu_switch_is_reversible(caplog):
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    from megatron_rc.launch.training.models.cpu import cpu_backend
+    from megatron_rc.launch.train_ppo import cpu_backend  # also imports the training modules without torch.compile
 
     names = ("current_device", "synchronize", "Stream", "get_rng_state", "manual_seed", "current_stream", "empty_cache")
+    compile_function = torch.compile
     owners = (mappings, moe_utils, token_dispatcher, token_dispatcher.MoEAlltoAllTokenDispatcher)
 
     def present():
@@ -35,6 +36,7 @@ def test_the_cpu_switch_is_reversible(caplog):
         torch.cuda.manual_seed(1)
         assert torch.equal(torch.get_rng_state(), generator), "the CPU's own generator stays apart"
     assert present() == before
+    assert torch.compile is compile_function
     assert torch.ones(2).type() == "torch.FloatTensor"
     assert [record.message for record in caplog.records if "runs on the CPU" in record.message]
     with pytest.raises((RuntimeError, AssertionError)):

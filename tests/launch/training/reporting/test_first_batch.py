@@ -23,10 +23,10 @@ def metrics_of(config):
 def test_the_bounds_of_the_warning_reject_about_five_percent():
     metrics = metrics_of(GEO)
     assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] > 0.5
-    arguments = warn_of_bounds(metrics, GEO)
-    assert "0.999_1.001" in arguments
-    assert "--rollout-rs-threshold" in arguments
-    (bounds,) = re.findall(r"; (\S+) would reject", arguments)
+    warning = warn_of_bounds(metrics, GEO)
+    assert "0.999_1.001" in warning
+    assert "--rollout-rs-threshold" in warning
+    (bounds,) = re.findall(r"; (\S+) would reject", warning)
     wider = RolloutCorrectionConfig.decoupled_geo_rs(bounds)
     results = metrics_of(wider)
     assert 0.02 < results["rollout_corr/rollout_rs_seq_mean_k1_seq_masked_fraction"] < 0.08
@@ -40,9 +40,9 @@ def test_the_bounds_of_the_warning_reject_about_five_percent():
 def test_policies_that_no_bounds_fit_get_none(mean, std):
     name = "rollout_corr/rollout_rs_seq_mean_k1"
     metrics = {f"{name}_masked_fraction": 0.9, f"{name}_seq_mean": mean, f"{name}_seq_std": std}
-    arguments = warn_of_bounds(metrics, GEO)
-    assert "megatron_rc.doctor" in arguments
-    assert "would reject" not in arguments
+    warning = warn_of_bounds(metrics, GEO)
+    assert "megatron_rc.doctor" in warning
+    assert "would reject" not in warning
 
 
 @pytest.mark.parametrize(("mean", "std"), [(3.9, 0.2), (-3.9, 0.2), (0.0, 2e-5), (2.0, 1.0)])

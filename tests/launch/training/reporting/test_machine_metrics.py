@@ -2,10 +2,12 @@
 
 import re
 
+import psutil
 import pytest
 import torch
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training.reporting.machine_metrics import trim_heap
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, run_config
@@ -108,3 +110,14 @@ def test_a_known_device_has_its_peak_in_16_bits(tmp_path, monkeypatch, words, pe
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     words = [*flags(tmp_path, *words.split(), "--transformer-impl=local"), "--no-cpu"]
     assert device_peak(configure(words, 1, engine=False, elsewhere=True)[0]) == peak
+
+
+def test_free_memory_between_blocks_in_use_goes_back_to_the_system():
+    process = psutil.Process()
+    tensors = [torch.ones(4000) for _ in range(8000)]
+    del tensors[1::2], tensors[::8]
+    full = process.memory_info().rss
+    trim_heap(7)
+    assert full - process.memory_info().rss < 20 * 2**20
+    trim_heap(200)
+    assert full - process.memory_info().rss > 30 * 2**20

@@ -81,7 +81,7 @@ def test_the_page_has_the_curves_the_numbers_the_settings_and_the_end(tmp_path):
     reader = Reader(text)
     assert reader.addresses == []
     assert "script" not in reader.tags
-    arguments = "\n".join(reader.texts)
+    text = "\n".join(reader.texts)
     for part in (
         "a $ run",
         "After step 60: finished at step 60, saved to ckpt",
@@ -89,7 +89,7 @@ def test_the_page_has_the_curves_the_numbers_the_settings_and_the_end(tmp_path):
         "python 3.11",
         "train-iters",
     ):
-        assert part in arguments
+        assert part in text
     history, _ = history_of(folder)
     charts = page_charts(history.series)
     assert reader.tags.count("svg") == len(charts) == 6
@@ -216,12 +216,12 @@ def test_names_and_answers_of_any_kind_stay_text(tmp_path):
     (folder / "eval" / "step-0000002.jsonl").write_text("\n".join(lines))
     (folder / "eval" / "step-0000003.jsonl").write_text("")
     reader = Reader(drawn(folder, HOSTILE))
-    arguments = "\n".join(reader.texts)
+    text = "\n".join(reader.texts)
     assert "script" not in reader.tags
-    assert f"After step 2: {HOSTILE}" in arguments
-    assert f"user: {HOSTILE}" in arguments
-    assert "x" * 2000 + " … 3000 more characters" in arguments
-    assert "The first 2 of eval/step-0000002.jsonl." in arguments
+    assert f"After step 2: {HOSTILE}" in text
+    assert f"user: {HOSTILE}" in text
+    assert "x" * 2000 + " … 3000 more characters" in text
+    assert "The first 2 of eval/step-0000002.jsonl." in text
 
 
 @pytest.mark.parametrize("text", [None, "", "{broken", '{"step": 1'])

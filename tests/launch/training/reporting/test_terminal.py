@@ -104,21 +104,19 @@ def test_a_reader_that_goes_away_ends_nothing(ends):
 def test_each_number_stands_below_its_title():
     metrics = {column.metric: -1.234567e-5 for column in COLUMNS} | {"perf/tokens_per_second": 1234567.0}
     titles = header(1000, 120)
-    arguments = line(10, 1000, metrics, left=4000.0, width=120)
-    assert len(titles) == len(arguments) <= 120
+    text = line(10, 1000, metrics, left=4000.0, width=120)
+    assert len(titles) == len(text) <= 120
     for column in COLUMNS:
         end = titles.index(column.title) + len(column.title)
-        assert arguments[end - 1] != " "
-        assert arguments[end : end + 1] == " "
+        assert text[end - 1] != " "
+        assert text[end : end + 1] == " "
     assert titles.endswith(" left")
-    assert arguments.endswith("1:06:40")
+    assert text.endswith("1:06:40")
 
 
 def test_missing_metrics_are_dashes_and_numbers_have_three_digits():
-    arguments = line(
-        1, 2, {"reward/mean": 0.06619, "rollout_corr/rollout_is_eff_sample_size": 0.99812}, left=0, width=120
-    )
-    assert arguments.split() == ["1/2", "0.0662", "-", "0.998", "-", "-", "-", "-", "-", "00:00"]
+    text = line(1, 2, {"reward/mean": 0.06619, "rollout_corr/rollout_is_eff_sample_size": 0.99812}, left=0, width=120)
+    assert text.split() == ["1/2", "0.0662", "-", "0.998", "-", "-", "-", "-", "-", "00:00"]
 
 
 def test_the_table_has_first_values_and_means_of_the_last_ones():
