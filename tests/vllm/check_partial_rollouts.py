@@ -225,7 +225,7 @@ def run_beside_server(folder, words, broken="", kills=(), ranks=1, servers=1, mo
             else:
                 os.killpg(processes[-1].pid, signal.SIGKILL)
                 processes.append(start_server(weights, port, folder / "log", more))
-        wait_until(lambda: run.poll() is not None or processes[-1].poll() is not None, seconds=500)
+        wait_until(lambda: run.poll() is not None or processes[-1].poll() is not None, seconds=1500)
         status = run.poll()
     finally:
         end(processes)
