@@ -161,8 +161,8 @@ def test_weights_change_within_responses(server):
 
 def state(engine):
     """Whether the server is paused, and the version that it names."""
-    paused = engine.client.json("GET", "/is_paused")
-    state_of_server = engine.client.json("GET", "/weight_info")
+    paused = engine.client.http.json("GET", "/is_paused")
+    state_of_server = engine.client.http.json("GET", "/weight_info")
     return paused["is_paused"], state_of_server["weight_version"]
 
 
