@@ -25,14 +25,17 @@ METRIC_OF = {
     "entropy": "policy/entropy",
 }
 MEASURES = (*METRIC_OF, "ess")
-# Further measures of runs with late responses; ``expected_…`` is what the engine expected, see ``LateEngine``.
+# Further measures of runs with late responses. ``expected_…`` and ``batch_time`` are the engine's, see ``LateEngine``.
 LATE_METRIC_OF = {
+    "inclusion": "selection/inclusion",
     "inclusion_longest": "selection/inclusion_longest",
     "inclusion_shortest": "selection/inclusion_shortest",
     "prompts_without": "selection/prompts_without",
+    "inclusion_prompt_std": "selection/inclusion_prompt_std",
     "age": "selection/staleness_mean",
     "expected_longest": "expected/longest",
     "expected_shortest": "expected/shortest",
+    "batch_time": "batch_time",
 }
 _DIGITS = 4
 
@@ -153,6 +156,8 @@ def read(path: Path) -> list[Outcome]:
 def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | None) -> Outcome | None:
     """The outcome of a run from the files in its folder; None if it ended before its first step."""
     rows = _rows(folder / "metrics.jsonl")
+    # A step that is left out has no gradient norm. If a batch's steps are left out, its inclusion rate is 0 because
+    # nothing trained, and says nothing about the choice of responses.
     steps = [row for row in rows if "grad_norm" in row]
     measurements = _policy_rows(folder, rows)
     if not steps or not measurements:

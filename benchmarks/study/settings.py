@@ -63,14 +63,10 @@ INT8 = Mismatch("int8", "weights in int8", engine=None)
 
 # Responses that take longer the longer they are, see ``late``.
 LATE_WAIT = Mismatch("late_wait", "waiting", {"late": "wait"})
-LATE_PACE = Mismatch("late_pace", "pacing", {"late": "pace"}, against="late_wait")
-LATE_DROP = Mismatch("late_drop", "dropping", {"late": "drop"}, more_flags=("--bad-samples=drop",), against="late_wait")
+LATE_PACE = Mismatch("late_pace", "pacing", {"late": "pace"})
+LATE_DROP = Mismatch("late_drop", "dropping", {"late": "drop"}, more_flags=("--bad-samples=drop",))
 LATE_DROP_RANDOM = Mismatch(
-    "late_drop_random",
-    "dropping at random",
-    {"late": "drop_random"},
-    more_flags=("--bad-samples=drop",),
-    against="late_drop",
+    "late_drop_random", "dropping at random", {"late": "drop_random"}, more_flags=("--bad-samples=drop",)
 )
 LATE = (LATE_WAIT, LATE_PACE, LATE_DROP, LATE_DROP_RANDOM)
 # All engines of the study's own.
@@ -226,9 +222,12 @@ def _working(name: str, setting: Setting, geometric: Correction) -> Block:
 WORKING_SHORT = _working("working_short", COUNT_UP, GEO_RS)
 WORKING_LONG = _working("working_long", COUNT_ON, GEO_RS_GROWN)
 # Which responses train. The page has the predictions.
+_WAITING = (LATE_WAIT, UNCORRECTED)
+_DROPPING = (LATE_DROP, UNCORRECTED)
+_DROPPING_AT_RANDOM = (LATE_DROP_RANDOM, UNCORRECTED)
 SELECTION = Block(
     "selection",
-    COUNT_ON,
+    COUNT_UP,
     (
         *_kinds([LATE_WAIT], UNCORRECTED),
         *_kinds([LATE_PACE, LATE_DROP], UNCORRECTED, TOKEN_TIS),
@@ -237,12 +236,24 @@ SELECTION = Block(
     seeds=FIVE_SEEDS,
     data="study_selection.json",
     table="tests",
+    pairs=(
+        ((LATE_PACE, UNCORRECTED), _WAITING),
+        ((LATE_PACE, TOKEN_TIS), _WAITING),
+        (_DROPPING, _WAITING),
+        ((LATE_DROP, TOKEN_TIS), _WAITING),
+        (_DROPPING_AT_RANDOM, _DROPPING),
+        (_DROPPING_AT_RANDOM, _WAITING),
+    ),
+    shows_margin=True,
     means=(
+        "batch_time",
+        "inclusion",
         "inclusion_longest",
         "expected_longest",
         "inclusion_shortest",
         "expected_shortest",
         "prompts_without",
+        "inclusion_prompt_std",
         "age",
         "k3",
         "ess",
