@@ -13,13 +13,14 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import comparison, document, engine, late, queue, results, settings
-from benchmarks.study.design import LATE_FILE, POLICY_FILE
+from benchmarks.study import comparison, document, engine, late, queue, results, settings, trainer
+from benchmarks.study.design import LATE_FILE, POLICY_FILE, Mismatch
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.evaluation import sampling_of
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
@@ -41,8 +42,18 @@ def test_the_study_trains_the_default_task():
     assert sorted(name for name in {*ours, *default} if ours.get(name) != default.get(name)) == OWN
 
 
+@pytest.fixture
+def study_engines(monkeypatch):
+    """The names of the study's engines as choices of ``--rollout-engine``."""
+    for kind in settings.ENGINES:
+        monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
+    monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
+    # A parser with these engines for this test alone: others of the process may have made the launcher's already.
+    monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
+
+
 @pytest.mark.parametrize("name", ["smollm2", "smollm2_int8"])
-def test_a_run_of_a_language_model_can_start(monkeypatch, tmp_path, name):
+def test_a_run_of_a_language_model_can_start(monkeypatch, tmp_path, study_engines, name):
     """With the sums of its example and a tiny model."""
     monkeypatch.chdir(tmp_path)
     for folder in ("configs", "examples"):
@@ -58,15 +69,14 @@ def test_a_run_of_a_language_model_can_start(monkeypatch, tmp_path, name):
     more = ["--load-hf=model", "--runs-dir=runs", f"--run-name={run.name}", "--seq-length=512"]
     config, _ = configure([*run.flags, *more], 1)
     assert config.launch.on_cpu
-    assert (config.training.seed, config.engine.rollout_engine) == (run.seed, "transformers")
+    assert config.training.seed == run.seed
+    assert config.engine.rollout_engine == ("study-int8" if name == "smollm2_int8" else "transformers")
+    # Evaluations are told apart from rollouts by this.
+    assert sampling_of(config).top_k == 1
+    assert config.rollouts.sampling.top_k != 1
 
 
-def test_every_run_can_start(monkeypatch, tmp_path):
-    for kind in settings.ENGINES:
-        monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
-    monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
-    # A parser with these engines for this test alone: others of the process may have made the launcher's already.
-    monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
+def test_every_run_can_start(monkeypatch, tmp_path, study_engines):
     monkeypatch.chdir(ROOT)
     configured = set()
     for run in (run for run in RUNS if not run.setting.needs_model):  # one of each mismatch and of each setting
@@ -97,14 +107,14 @@ def made(tmp_path):
             replays_rollouts=False,
             task=SimpleNamespace(task=task_name),
             rollouts=SimpleNamespace(sequences=NUM_LATE),
-            engine=SimpleNamespace(rollout_url=None, rollout_engine="study"),
+            engine=SimpleNamespace(rollout_url=None, rollout_engine="study", rollout_dtype="int8"),
             guards=SimpleNamespace(bad_samples="drop"),
             model=SimpleNamespace(vocab_size=task.text.size),
             correction=SimpleNamespace(bad_log_probs="error"),
         )
         inputs = EngineInputs(config, model, task.text, 0)
-        kind = late.LateEngine if "late" in mismatch else engine.StudyEngine
-        study_engine = kind(inputs, **mismatch)
+        trainer.register(Mismatch("test", "", mismatch))
+        study_engine = ENGINES.pop("study-test").make(inputs)
         study_engine.config = config  # for tests of the launcher's part
         torch.manual_seed(0)
         exact = TransformersEngine(model, "fp32", task.text.ends, task.text.pad, launch.device)
@@ -165,6 +175,22 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     right_share = pytest.approx(total_right / 100, rel=1e-5)
     assert rows == [{"step": 0, "reward": pytest.approx(total / 100, rel=1e-5), "right": right_share}]
     assert total > 0.5
+
+
+def test_an_engine_evaluates_the_exact_weights_and_samples_with_rounded_ones(made):
+    int8_engine, exact = made(**settings.INT8.engine)
+    int8_engine.load_weights(weights_of(exact), 2)
+    rounded = TransformersEngine(exact.model.config, "int8", exact.ends, exact.pad, torch.device("cpu"))
+    rounded.load_weights(weights_of(exact), 2)
+    samples = int8_engine.sample(PROMPTS, SamplingParams(), 6, seed=3)
+    assert samples == rounded.sample(PROMPTS, SamplingParams(), 6, seed=3)
+    assert samples != exact.sample(PROMPTS, SamplingParams(), 6, seed=3)
+    # The most likely tokens of rounded weights are the same here, so the rounded weights are made useless.
+    for parameter in int8_engine.sampler.model.parameters():
+        parameter.zero_()
+    greedy = SamplingParams(top_k=1)
+    assert int8_engine.sample(PROMPTS, greedy, 6, seed=3) == exact.sample(PROMPTS, greedy, 6, seed=3)
+    assert int8_engine.version == 2
 
 
 # Late responses.
@@ -383,6 +409,7 @@ def finished_run(folder, run, rewards=(0.1, 0.5)):
     row = {"reward/mean": 0.25, "grad_norm": 2.0, "policy/entropy": 1.5, "rollout/response_length": 8.0}
     row |= {"rollout_corr/kl": 0.5, "rollout_corr/k3_kl": 0.25, "rollout_corr/chi2_token": 1.25}
     rows = [{"step": 0, "eval/reward": 0.0}, *({"step": step, **row} for step in range(1, 13))]
+    rows[-1] |= {"skipped_steps": 3.0}
     rows[3] |= {"grad_norm": float("inf")}
     rows[11] |= {"reward/mean": 0.75, "rollout_corr/kl": 0.75}
     (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -407,6 +434,7 @@ def test_measuring(tmp_path):
     assert {measure: outcome.curves[measure] for measure in means} == {
         name: [value] * 2 for name, value in means.items()
     }
+    assert outcome.skipped_steps == 3
     assert (outcome.curves["sampled"], outcome.curves["kl"], outcome.largest_kl) == ([0.25, 0.5], [0.5, 0.625], 0.75)
     assert outcome.curves["ess"][0] == 0.25
     assert outcome.curves["rejected"] == [None, None]
@@ -500,6 +528,14 @@ def test_a_table_of_evaluations_has_those_of_a_run_that_an_error_ended():
     assert "| 10.0% | 20.0% |  |" in short
 
 
+def test_the_table_of_the_int8_engine_has_the_steps_that_were_not_made():
+    outcomes = [dataclasses.replace(made_outcome(run), skipped_steps=run.seed) for run in settings.INT8_ENGINE.runs]
+    table = document.table(outcomes, settings.INT8_ENGINE)
+    assert "| ESS | rejected | skipped steps |" in table
+    assert row_of(table, "weights in int8", "token TIS").endswith("| 2.00 (1.00 to 3.00) |")
+    assert "Of the 3 comparisons in this table: 1 better, 1 worse, 1 undecided." in table
+
+
 def row_of(table, *cells):
     return next(line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |"))
 
@@ -510,7 +546,8 @@ def test_verdicts_of_five_seeds_wait_for_all_runs():
     outcomes = [made_outcome(run) for run in settings.runs_of(family)]
     assert comparison.comparisons(outcomes[:-1], family) == {}
     compared = comparison.comparisons(outcomes, family)
-    assert len(compared) == 2 * 4 * 7 * 3
+    # Three measures of short responses; whole right answers of long ones are not compared.
+    assert len(compared) == 4 * 7 * (3 + 2)
     for (_, _, how, *_), verdict in compared.items():
         expected = {"token_tis": "better", "bypass": "worse"}.get(how, "undecided")
         assert verdict.verdict == expected

@@ -139,7 +139,8 @@ class Block:
         pairs: each kind that tests compare, and the kind that it is compared with; empty: each kind with the one that
             its correction names.
         shows_margin: whether the table says which differences are above ``-MARGIN``.
-        means: measures whose means over the whole run a table of ``tests`` has besides.
+        means: measures whose means over the whole run a table of ``tests`` has besides, or ``skipped_steps``: the
+            number of steps that were not made.
     """
 
     name: str

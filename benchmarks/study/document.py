@@ -146,6 +146,13 @@ def _mean_of(measure: str) -> Column:
     return _of_seeds(_TITLES[measure], lambda outcome: outcome.mean(measure))
 
 
+def _num_skipped(outcome: Outcome) -> float:
+    return math.nan if outcome.skipped_steps is None else outcome.skipped_steps
+
+
+_SKIPPED = _of_seeds("skipped steps", _num_skipped)
+
+
 def _ranges_columns(block: Block, of_block: Sequence[Outcome]) -> list[Column]:
     """Verdicts on each run, and comparisons by the ranges of the seeds."""
     reference = reference_of(of_block)
@@ -205,7 +212,9 @@ def _tests_columns(block: Block, compared_kinds: dict[tuple[str, ...], Compariso
         if not block.pairs:
             columns.append(("difference (95 %)", of_comparison(name, _difference)))
             columns.append(("verdict", of_comparison(name, _verdict)))
-    return [*columns, *(_mean_of(measure) for measure in block.means)]
+    for name in block.means:
+        columns.append(_SKIPPED if name == "skipped_steps" else _mean_of(name))
+    return columns
 
 
 def _pairs_table(block: Block, compared_kinds: dict[tuple[str, ...], Comparison]) -> list[str]:
