@@ -87,7 +87,7 @@ study-selection: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study selection $(if $(DATA),--data $(DATA))
 
 # SmolLM2, two runs at a time: with rollouts of weights up to eight steps old, three runs, and with rollouts of
-# weights in int8, twelve runs; written to docs/study_hard.json and docs/study_int8.json. A run needs 5.7 GiB.
+# weights in int8, twelve runs; written to docs/study_hard.json and docs/study_int8.json. A run needs about 6 GiB.
 study-hard study-int8:
 	$(MAKE) study-smollm2 ENGINE=transformers BLOCK=$(@:study-%=%)
 

@@ -13,13 +13,14 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import comparison, document, engine, late, queue, results, settings
-from benchmarks.study.design import LATE_FILE, POLICY_FILE
+from benchmarks.study import comparison, document, engine, late, queue, results, settings, trainer
+from benchmarks.study.design import LATE_FILE, POLICY_FILE, Mismatch
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.evaluation import sampling_of
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
@@ -41,8 +42,18 @@ def test_the_study_trains_the_default_task():
     assert sorted(name for name in {*ours, *default} if ours.get(name) != default.get(name)) == OWN
 
 
+@pytest.fixture
+def study_engines(monkeypatch):
+    """The names of the study's engines as choices of ``--rollout-engine``."""
+    for kind in settings.ENGINES:
+        monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
+    monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
+    # A parser with these engines for this test alone: others of the process may have made the launcher's already.
+    monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
+
+
 @pytest.mark.parametrize("name", ["smollm2", "smollm2_int8"])
-def test_a_run_of_a_language_model_can_start(monkeypatch, tmp_path, name):
+def test_a_run_of_a_language_model_can_start(monkeypatch, tmp_path, study_engines, name):
     """With the sums of its example and a tiny model."""
     monkeypatch.chdir(tmp_path)
     for folder in ("configs", "examples"):
@@ -58,15 +69,14 @@ def test_a_run_of_a_language_model_can_start(monkeypatch, tmp_path, name):
     more = ["--load-hf=model", "--runs-dir=runs", f"--run-name={run.name}", "--seq-length=512"]
     config, _ = configure([*run.flags, *more], 1)
     assert config.launch.on_cpu
-    assert (config.training.seed, config.engine.rollout_engine) == (run.seed, "transformers")
+    assert config.training.seed == run.seed
+    assert config.engine.rollout_engine == ("study-int8" if name == "smollm2_int8" else "transformers")
+    # Evaluations are told apart from rollouts by this.
+    assert sampling_of(config).top_k == 1
+    assert config.rollouts.sampling.top_k != 1
 
 
-def test_every_run_can_start(monkeypatch, tmp_path):
-    for kind in settings.ENGINES:
-        monkeypatch.setitem(ENGINES, f"study-{kind.name}", ENGINES["transformers"])
-    monkeypatch.setitem(parser._CHOICES, "rollout_engine", tuple(ENGINES))
-    # A parser with these engines for this test alone: others of the process may have made the launcher's already.
-    monkeypatch.setattr(parser, "PARSER", parser.build_parser(with_megatron=False))
+def test_every_run_can_start(monkeypatch, tmp_path, study_engines):
     monkeypatch.chdir(ROOT)
     configured = set()
     for run in (run for run in RUNS if not run.setting.needs_model):  # one of each mismatch and of each setting
@@ -97,14 +107,14 @@ def made(tmp_path):
             replays_rollouts=False,
             task=SimpleNamespace(task=task_name),
             rollouts=SimpleNamespace(sequences=NUM_LATE),
-            engine=SimpleNamespace(rollout_url=None, rollout_engine="study"),
+            engine=SimpleNamespace(rollout_url=None, rollout_engine="study", rollout_dtype="int8"),
             guards=SimpleNamespace(bad_samples="drop"),
             model=SimpleNamespace(vocab_size=task.text.size),
             correction=SimpleNamespace(bad_log_probs="error"),
         )
         inputs = EngineInputs(config, model, task.text, 0)
-        kind = late.LateEngine if "late" in mismatch else engine.StudyEngine
-        study_engine = kind(inputs, **mismatch)
+        trainer.register(Mismatch("test", "", mismatch))
+        study_engine = ENGINES.pop("study-test").make(inputs)
         study_engine.config = config  # for tests of the launcher's part
         torch.manual_seed(0)
         exact = TransformersEngine(model, "fp32", task.text.ends, task.text.pad, launch.device)
@@ -167,6 +177,22 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
     assert total > 0.5
 
 
+def test_an_engine_evaluates_the_exact_weights_and_samples_with_rounded_ones(made):
+    int8_engine, exact = made(**settings.INT8.engine)
+    int8_engine.load_weights(weights_of(exact), 2)
+    rounded = TransformersEngine(exact.model.config, "int8", exact.ends, exact.pad, torch.device("cpu"))
+    rounded.load_weights(weights_of(exact), 2)
+    samples = int8_engine.sample(PROMPTS, SamplingParams(), 6, seed=3)
+    assert samples == rounded.sample(PROMPTS, SamplingParams(), 6, seed=3)
+    assert samples != exact.sample(PROMPTS, SamplingParams(), 6, seed=3)
+    # The most likely tokens of rounded weights are the same here, so the rounded weights are made useless.
+    for parameter in int8_engine.sampler.model.parameters():
+        parameter.zero_()
+    greedy = SamplingParams(top_k=1)
+    assert int8_engine.sample(PROMPTS, greedy, 6, seed=3) == exact.sample(PROMPTS, greedy, 6, seed=3)
+    assert int8_engine.version == 2
+
+
 # Late responses.
 
 
@@ -174,26 +200,40 @@ def test_times_grow_with_the_length_and_the_closed_form_is_their_distribution():
     noise = late.normal_noise(20_000, seed=7)
     assert noise == late.normal_noise(20_000, seed=7)
     assert noise[:3] != late.normal_noise(3, seed=8)
-    assert late.time_of(128, 0.0) == 4
-    assert late.time_of(64, 1.0) == pytest.approx(2 * math.exp(0.3))
-    for length in (100, 110, 128):
-        normal = 0.5 * (1 + math.erf(math.log(4.7 * 128 / (4 * length)) / 0.3 / math.sqrt(2)))
-        assert late.chance_in_time(length) == pytest.approx(normal)
-        share = sum(late.time_of(length, z) <= late.LIMIT for z in noise) / len(noise)
+    assert late.time_of(10, 0.0) == 4
+    assert late.time_of(5, 1.0) == pytest.approx(2 * math.exp(0.3))
+
+    # A large batch of four lengths, of which 55 % finish first.
+    lengths = [1, 4, 7, 10] * 5000
+    chances = late.chances_in_time(lengths, share=0.55)
+    assert sum(chances) / len(chances) == pytest.approx(0.55, abs=1e-9)
+    times = [late.time_of(length, z) for length, z in zip(lengths, noise, strict=True)]
+    limit = sorted(times)[11_000 - 1]
+    for index, length in enumerate(lengths[:4]):
+        normal = 0.5 * (1 + math.erf(math.log(limit * 10 / (4 * length)) / 0.3 / math.sqrt(2)))
+        assert chances[index] == pytest.approx(normal, abs=0.015)
+        share = sum(time <= limit for time in times[index::4]) / 5000
         assert share == pytest.approx(normal, abs=0.015)
 
 
+def test_a_batch_of_late_responses_has_as_many_optimizer_steps_as_its_launch_file():
+    flags = yaml.safe_load((ROOT / "configs" / "study" / "count_up.yaml").read_text())
+    responses = flags["grpo-prompts-per-step"] * flags["grpo-group-size"]
+    assert flags["grpo-iterations"] * responses / flags["global-batch-size"] == late.STEPS_OF_A_BATCH
+    assert CountUp(seed=0).max_response_length == late.LONGEST
+
+
 NUM_LATE = 64
+NUM_IN_TIME = 35
 PROMPTS = [[3 + index % 10, 4] for index in range(NUM_LATE)]
 
 
 @pytest.fixture
-def late_engine(made, monkeypatch):
-    """A late engine with weights of some versions, by its policy; a response of 15 tokens takes about 5 steps."""
-    monkeypatch.setattr(late, "STEPS", 40.0)
+def late_engine(made):
+    """A late engine with weights of some versions, by its policy; None: the study's engine."""
 
     def make(policy, versions=(0,)):
-        made_engine, exact = made(late=policy)
+        made_engine, exact = made(late=policy) if policy else made()
         for version in versions:
             for parameter in exact.model.parameters():
                 parameter.mul_(0.9)
@@ -204,7 +244,7 @@ def late_engine(made, monkeypatch):
 
 
 def sampled(made_engine, prompts=PROMPTS, seed=5):
-    return made_engine.sample(prompts, SamplingParams(), late.LONG, seed)
+    return made_engine.sample(prompts, SamplingParams(), late.LONGEST, seed)
 
 
 def times_of(samples):
@@ -212,39 +252,69 @@ def times_of(samples):
     return [late.time_of(len(sample.token_ids), z) for sample, z in zip(samples, noise, strict=True)]
 
 
+def batch_rows(late_engine):
+    return [json.loads(line) for line in late_engine.policy_file.with_name(LATE_FILE).read_text().splitlines()]
+
+
+def test_waiting_samples_what_the_exact_engine_samples(late_engine):
+    waiting = late_engine("wait")
+    waited = sampled(waiting)
+    exact = sampled(late_engine(None))
+    assert [(sample.token_ids, sample.log_probs) for sample in waited] == [
+        (sample.token_ids, sample.log_probs) for sample in exact
+    ]
+    assert {sample.fault for sample in waited} == {None}
+    (row,) = batch_rows(waiting)
+    assert row == {
+        "step": 0,
+        "expected/shortest": 1.0,
+        "expected/longest": 1.0,
+        "batch_time": pytest.approx(max(times_of(waited))),
+    }
+
+
 def test_dropping_leaves_out_what_is_late_and_tells_the_expected_rates(late_engine):
     waited = sampled(late_engine("wait"))
     dropping = late_engine("drop")
     dropped = sampled(dropping)
     assert [sample.token_ids for sample in dropped] == [sample.token_ids for sample in waited]
-    assert {sample.fault for sample in waited} == {None}
+    times = times_of(waited)
     is_late = [sample.fault is not None for sample in dropped]
-    assert is_late == [time > late.LIMIT for time in times_of(waited)]
-    assert 0 < sum(is_late) < NUM_LATE
-    chances = sorted((len(sample.token_ids), late.chance_in_time(len(sample.token_ids))) for sample in waited)
-    (row,) = [json.loads(line) for line in dropping.policy_file.with_name(LATE_FILE).read_text().splitlines()]
+    # 55 % of 64 responses, rounded down: the 35 that finish first.
+    assert sorted(range(NUM_LATE), key=lambda index: times[index])[:NUM_IN_TIME] == sorted(
+        (index for index in range(NUM_LATE) if not is_late[index]), key=lambda index: times[index]
+    )
+    lengths = [len(sample.token_ids) for sample in waited]
+    chances = sorted(zip(lengths, late.chances_in_time(lengths, NUM_IN_TIME / NUM_LATE), strict=True))
+    (row,) = batch_rows(dropping)
     quarter = NUM_LATE // 4
     assert row["expected/shortest"] == pytest.approx(sum(chance for _, chance in chances[:quarter]) / quarter)
     assert row["expected/longest"] == pytest.approx(sum(chance for _, chance in chances[-quarter:]) / quarter)
+    assert row["batch_time"] == pytest.approx(sorted(times)[NUM_IN_TIME - 1])
     assert {sample.fault for sample in sampled(dropping, PROMPTS[:20])} == {None}, "an evaluation is never late"
 
     # The launcher drops them, and keeps their lengths for its account.
     good_samples = GoodSamples(dropping.config, dropping, CountUp(seed=0).text.ends, replica=0)
-    used = good_samples(PROMPTS, SamplingParams(), late.LONG, 5)
+    used = good_samples(PROMPTS, SamplingParams(), late.LONGEST, 5)
     assert [not sample.token_ids for sample in used] == is_late
-    lengths = [sample.bad_lengths for sample in used]
-    expected = [(len(sample.token_ids),) if late else () for sample, late in zip(waited, is_late, strict=True)]
-    assert lengths == expected
+    bad_lengths = [sample.bad_lengths for sample in used]
+    expected = [(length,) if late else () for length, late in zip(lengths, is_late, strict=True)]
+    assert bad_lengths == expected
 
 
 def test_dropping_at_random_leaves_out_as_many_whatever_their_length(late_engine):
     waited = sampled(late_engine("wait"))
-    dropped = sampled(late_engine("drop_random"))
-    share = sum(late.chance_in_time(len(sample.token_ids)) for sample in waited) / NUM_LATE
-    num_used = sum(sample.fault is None for sample in dropped)
-    assert num_used / NUM_LATE == pytest.approx(share, abs=0.15)
+    dropping = late_engine("drop_random")
+    dropped = sampled(dropping)
+    is_late = [sample.fault is not None for sample in dropped]
+    assert is_late.count(False) == NUM_IN_TIME
     shortest_late = min(len(sample.token_ids) for sample in dropped if sample.fault)
-    assert late.chance_in_time(shortest_late) > 0.99, "short responses are dropped as well"
+    assert shortest_late == min(len(sample.token_ids) for sample in dropped), "short responses are dropped as well"
+    (row,) = batch_rows(dropping)
+    assert row["expected/shortest"] == row["expected/longest"] == pytest.approx(NUM_IN_TIME / NUM_LATE)
+    # It waits for the responses that train.
+    times_in_time = [time for time, late in zip(times_of(waited), is_late, strict=True) if not late]
+    assert row["batch_time"] == pytest.approx(max(times_in_time))
 
 
 def test_a_paced_response_is_of_weights_as_old_as_it_takes(late_engine):
@@ -252,6 +322,8 @@ def test_a_paced_response_is_of_weights_as_old_as_it_takes(late_engine):
     pacing = late_engine("pace", versions)
     assert list(pacing.kept_weights) == [4, 6, 8, 10, 12]
     paced = sampled(pacing)
+    (row,) = batch_rows(pacing)
+    assert row["batch_time"] == 2
     waited = sampled(late_engine("wait", versions))
     ages = []
     num_as_old = 0
@@ -267,6 +339,23 @@ def test_a_paced_response_is_of_weights_as_old_as_it_takes(late_engine):
     assert pacing.weights_of_age(30) == 4
 
 
+def test_responses_of_each_version_have_seeds_of_their_own(late_engine, monkeypatch):
+    """With one seed, the first responses of each version would begin with the same draws."""
+    pacing = late_engine("pace", (0, 2, 4, 6, 8, 10, 12))
+    seeds = []
+    sample = pacing.sampler.sample
+
+    def with_its_seed(prompts, params, max_new_tokens, seed):
+        seeds.append(seed)
+        return sample(prompts, params, max_new_tokens, seed)
+
+    monkeypatch.setattr(pacing.sampler, "sample", with_its_seed)
+    sampled(pacing)
+    assert seeds[0] == 5
+    assert len(seeds) > 5, "some versions sample in both rounds"
+    assert len(set(seeds)) == len(seeds)
+
+
 # The queue.
 
 
@@ -278,10 +367,16 @@ def two_steps():
 
 
 @pytest.mark.processes
-def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
+def test_a_run_is_made_once_and_measured(monkeypatch, tmp_path, two_steps):
     messages = []
     data = tmp_path / "data.json"
-    queue.run_all([two_steps], data, tmp_path, 2, messages.append)
+
+    def say(message):
+        messages.append(message)
+        # From here on another commit is checked out: the runs that start later are of its code.
+        monkeypatch.setattr(queue, "_commit", lambda: "abc1234")
+
+    queue.run_all([two_steps], data, tmp_path, 2, say)
     assert messages[0] == f"0 of 1 runs are in {data}, 1 to go, 2 at a time"
     assert messages[1].startswith("1/1 count_up-none-uncorrected-1 finished, ")
     before = data.read_bytes()
@@ -290,6 +385,7 @@ def test_a_run_is_made_once_and_measured(tmp_path, two_steps):
     assert data.read_bytes() == before
     (outcome,) = results.read(data)
     assert outcome.seconds > 1
+    assert outcome.commit == "abc1234"
     assert outcome.key == two_steps.key
     assert [step for step, _ in outcome.policy] == [0, 2]
     rows = [json.loads(line) for line in (tmp_path / two_steps.name / "metrics.jsonl").read_text().splitlines()]
@@ -313,6 +409,7 @@ def finished_run(folder, run, rewards=(0.1, 0.5)):
     row = {"reward/mean": 0.25, "grad_norm": 2.0, "policy/entropy": 1.5, "rollout/response_length": 8.0}
     row |= {"rollout_corr/kl": 0.5, "rollout_corr/k3_kl": 0.25, "rollout_corr/chi2_token": 1.25}
     rows = [{"step": 0, "eval/reward": 0.0}, *({"step": step, **row} for step in range(1, 13))]
+    rows[-1] |= {"skipped_steps": 3.0}
     rows[3] |= {"grad_norm": float("inf")}
     rows[11] |= {"reward/mean": 0.75, "rollout_corr/kl": 0.75}
     (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -337,6 +434,7 @@ def test_measuring(tmp_path):
     assert {measure: outcome.curves[measure] for measure in means} == {
         name: [value] * 2 for name, value in means.items()
     }
+    assert outcome.skipped_steps == 3
     assert (outcome.curves["sampled"], outcome.curves["kl"], outcome.largest_kl) == ([0.25, 0.5], [0.5, 0.625], 0.75)
     assert outcome.curves["ess"][0] == 0.25
     assert outcome.curves["rejected"] == [None, None]
@@ -359,13 +457,23 @@ def test_a_late_run_has_its_inclusion_rates_beside_the_expected_ones(tmp_path):
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     for row in rows[2::2]:  # the last step of each batch of two
         row["selection/inclusion_longest"] = 0.75
+    # A batch whose steps are left out, because every reward is 1.
+    for row in rows[5:7]:
+        del row["grad_norm"]
+        row["skipped_steps"] = 1.0
+    rows[6] |= {"selection/inclusion_longest": 0.0, "selection/prompts_without": 1.0}
     metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    expected = [{"step": step, "expected/longest": 0.7, "expected/shortest": 0.9} for step in range(0, 12, 2)]
+    expected = [
+        {"step": step, "expected/longest": 0.7, "expected/shortest": 0.9, "batch_time": 6.5} for step in range(0, 12, 2)
+    ]
     (tmp_path / run.name / LATE_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in expected))
     outcome = measured(run, tmp_path)
     assert outcome.curves.keys() == {*results.MEASURES, *results.LATE_METRIC_OF}
-    assert outcome.curves["inclusion_longest"] == [0.75, 0.75]
-    assert outcome.curves["expected_longest"] == [0.7, 0.7]
+    # Ten steps that were made: four are left in the first window, and all of them have the rate 0.75.
+    assert outcome.curves["inclusion_longest"] == [0.75]
+    assert outcome.curves["prompts_without"] == [None]
+    assert outcome.curves["expected_longest"] == [0.7]
+    assert outcome.mean("batch_time") == pytest.approx(6.5)
     assert outcome.mean("expected_shortest") == pytest.approx(0.9)
 
 
@@ -380,7 +488,16 @@ def test_a_difference_of_means_has_the_textbooks_interval_and_chance():
     assert difference.mean == pytest.approx(-1.58)
     assert (difference.low, difference.high) == pytest.approx((-3.3654832, 0.2054832), abs=1e-6)
     assert difference.p == pytest.approx(0.07939, abs=1e-5)
-    assert comparison.difference_of([1.0, 1.0], [1.0, 1.0]).p == 1
+
+
+def test_samples_without_spread_have_no_interval_and_no_verdict():
+    difference = comparison.difference_of([0.0, 0.0], [1.0, 1.0])
+    assert (difference.mean, difference.p) == (-1, 1)
+    compared = comparison.Comparison(difference, p=1.0)
+    assert compared.verdict == "undecided"
+    assert not compared.is_above_margin
+    assert document._difference(compared) == "−1.00 (no spread)"
+    assert not comparison.Comparison(comparison.difference_of([1.0, 1.0], [1.0, 1.0]), p=1.0).is_above_margin
 
 
 def test_chances_are_corrected_for_their_number():
@@ -411,6 +528,14 @@ def test_a_table_of_evaluations_has_those_of_a_run_that_an_error_ended():
     assert "| 10.0% | 20.0% |  |" in short
 
 
+def test_the_table_of_the_int8_engine_has_the_steps_that_were_not_made():
+    outcomes = [dataclasses.replace(made_outcome(run), skipped_steps=run.seed) for run in settings.INT8_ENGINE.runs]
+    table = document.table(outcomes, settings.INT8_ENGINE)
+    assert "| ESS | rejected | skipped steps |" in table
+    assert row_of(table, "weights in int8", "token TIS").endswith("| 2.00 (1.00 to 3.00) |")
+    assert "Of the 3 comparisons in this table: 1 better, 1 worse, 1 undecided." in table
+
+
 def row_of(table, *cells):
     return next(line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |"))
 
@@ -421,14 +546,24 @@ def test_verdicts_of_five_seeds_wait_for_all_runs():
     outcomes = [made_outcome(run) for run in settings.runs_of(family)]
     assert comparison.comparisons(outcomes[:-1], family) == {}
     compared = comparison.comparisons(outcomes, family)
-    assert len(compared) == 2 * 4 * 7 * 3
-    for (_, _, how, _), verdict in compared.items():
+    # Three measures of short responses; whole right answers of long ones are not compared.
+    assert len(compared) == 4 * 7 * (3 + 2)
+    for (_, _, how, *_), verdict in compared.items():
         expected = {"token_tis": "better", "bypass": "worse"}.get(how, "undecided")
         assert verdict.verdict == expected
     table = document.table(outcomes, settings.WORKING_SHORT)
     row = row_of(table, "weights up to 8 steps old", "token TIS")
     assert "| 0.90 (0.90 to 0.91) | +0.40 (+0.40 to +0.40) | better, p " in row
     assert "Of the 84 comparisons in this table: 12 better, 12 worse, 60 undecided." in table
+
+
+def test_a_table_says_which_commits_made_its_runs():
+    runs = settings.SELECTION.runs
+    commits = {1: "", 2: "b", 3: "a", 4: "b", 5: "b"}
+    outcomes = [dataclasses.replace(made_outcome(run), commit=commits[run.seed]) for run in runs]
+    assert "1 each. Made by commits a, b." in document.table(outcomes, settings.SELECTION)
+    of_one_seed = [outcome for outcome in outcomes if outcome.seed == 2]
+    assert "1 each. Made by commit b. Not made yet" in document.table(of_one_seed, settings.SELECTION)
 
 
 def test_a_part_of_a_block_is_shown_with_the_runs_that_are_missing():
@@ -447,19 +582,27 @@ def test_a_part_of_a_block_is_shown_with_the_runs_that_are_missing():
 
 def test_ways_to_live_with_late_responses_are_compared_with_each_other():
     block = settings.SELECTION
-    table = document.table([made_outcome(run) for run in block.runs], block)
-    for cells in (
-        ("waiting", "without correction", ""),
-        ("pacing", "without correction", "waiting"),
-        ("pacing", "token TIS", "without correction"),
-        ("dropping", "without correction", "waiting"),
-        ("dropping", "token TIS", "without correction"),
-        ("dropping at random", "without correction", "dropping"),
+    outcomes = [made_outcome(run) for run in block.runs]
+    table = document.table(outcomes, block)
+    row_of(table, "dropping", "without correction")
+    waiting = "waiting, without correction"
+    dropping = "dropping, without correction"
+    for kind, other in (
+        ("pacing, without correction", waiting),
+        ("pacing, token TIS", waiting),
+        (dropping, waiting),
+        ("dropping, token TIS", waiting),
+        ("dropping at random, without correction", dropping),
+        ("dropping at random, without correction", waiting),
     ):
-        row_of(table, *cells)
-    assert "worse, p " in row_of(table, "dropping", "without correction")
-    assert "better, p " in row_of(table, "dropping at random", "without correction")
-    assert "Of the 15 comparisons in this table: 6 better, 3 worse, 6 undecided." in table
+        row_of(table, kind, other)
+    assert "worse, p " in row_of(table, dropping, waiting)
+    assert "better, p " in row_of(table, "dropping at random, without correction", dropping)
+    equal = "+0.00 (−0.00 to +0.00) | undecided, p 1; above −0.05"
+    assert equal in row_of(table, "pacing, without correction", waiting)
+    assert "above" not in row_of(table, dropping, waiting)
+    assert "Of the 18 comparisons in this table: 6 better, 6 worse, 6 undecided." in table
+    assert waiting not in document.table(outcomes[:-1], block), "no comparisons before all runs"
 
 
 # The committed files.
@@ -478,6 +621,15 @@ def test_the_data_are_of_the_designs_runs():
         assert len({outcome.key for outcome in committed(name)}) == len(committed(name))
     last = {"count_up": 200, "bonus": 200, "count_on": 100, "experts": 200}
     assert all(outcome.policy[-1][0] == last[outcome.setting] for outcome in committed() if outcome.error is None)
+
+
+def test_waiting_has_the_rewards_of_the_exact_engine():
+    """Digit for digit: with the same seed it is the same run, made by another engine."""
+    by_key = {outcome.key: outcome for outcome in committed("study_working.json")}
+    for outcome in committed("study_selection.json"):
+        exact = by_key.get((outcome.setting, "none", outcome.correction, outcome.seed))
+        if outcome.mismatch == "late_wait" and exact is not None:
+            assert outcome.policy == exact.policy
 
 
 @pytest.mark.parametrize("block", settings.BLOCKS.values(), ids=lambda block: block.name)

@@ -10,7 +10,7 @@ from statistics import fmean, variance
 
 import mpmath
 
-from benchmarks.study.design import FAMILY_ERROR, Block, Kind, Run
+from benchmarks.study.design import FAMILY_ERROR, MARGIN, Block, Kind, Run
 from benchmarks.study.results import Outcome
 
 # The three measures of a kind of run that are compared.
@@ -27,8 +27,8 @@ class Difference:
 
     Attributes:
         mean: the first mean minus the second.
-        low: lower end of its 95 % interval.
-        high: upper end of its 95 % interval.
+        low: lower end of its 95 % interval; NaN if neither sample has any spread.
+        high: upper end of its 95 % interval; NaN in the same case.
         p: chance of a difference as large as this, or larger, between equal kinds, by Welch's two-sided t-test.
     """
 
@@ -41,13 +41,13 @@ class Difference:
 def difference_of(values: Sequence[float], others: Sequence[float]) -> Difference:
     """The difference of the means of two independent samples with at least two values each (Welch, 1947).
 
-    Two samples without any spread say nothing about chance: p is 1 then.
+    Two samples without any spread say nothing about chance: there is no interval then, and p is 1.
     """
     mean = fmean(values) - fmean(others)
     squares = [variance(sample) / len(sample) for sample in (values, others)]
     error = math.sqrt(sum(squares))
     if error == 0:
-        return Difference(mean, mean, mean, 1.0)
+        return Difference(mean, math.nan, math.nan, 1.0)
     freedom = sum(squares) ** 2 / sum(
         square**2 / (len(sample) - 1) for square, sample in zip(squares, (values, others), strict=True)
     )
@@ -97,6 +97,11 @@ class Comparison:
             return "undecided"
         return "better" if self.difference.mean > 0 else "worse"
 
+    @property
+    def is_above_margin(self) -> bool:
+        """Whether the whole 95 % interval, which is of this difference alone, is above ``-MARGIN``."""
+        return self.difference.low > -MARGIN
+
 
 def measures_of(block: Block) -> dict[str, Callable[[Outcome], float]]:
     """The measures that a block's tests compare, by their titles."""
@@ -104,7 +109,7 @@ def measures_of(block: Block) -> dict[str, Callable[[Outcome], float]]:
 
 
 def comparisons(outcomes: Iterable[Outcome], blocks: Sequence[Block]) -> dict[tuple[str, ...], Comparison]:
-    """Every comparison of a family of blocks, by (setting, mismatch, correction, measure).
+    """Every comparison of a family of blocks, by ``comparison_key``.
 
     Empty until all runs of all blocks are there: with a part of them the correction for their number would differ.
     """
@@ -113,21 +118,18 @@ def comparisons(outcomes: Iterable[Outcome], blocks: Sequence[Block]) -> dict[tu
         return {}
     differences: dict[tuple[str, ...], Difference] = {}
     for block in blocks:
-        for kind in block.kinds:
-            other_kind = block.compared_with(*kind)
-            if other_kind is None:
-                continue
+        for kind, other_kind in block.compared_pairs:
             outcomes_of_kind = [by_key[Run(block.setting, *kind, seed).key] for seed in block.seeds]
             outcomes_of_other = [by_key[Run(block.setting, *other_kind, seed).key] for seed in block.seeds]
             for name, measure in measures_of(block).items():
                 values = [measure(outcome) for outcome in outcomes_of_kind]
                 others = [measure(outcome) for outcome in outcomes_of_other]
-                differences[comparison_key(block, kind, name)] = difference_of(values, others)
+                differences[comparison_key(block, kind, other_kind, name)] = difference_of(values, others)
     corrected = holm({name: difference.p for name, difference in differences.items()})
     return {name: Comparison(difference, corrected[name]) for name, difference in differences.items()}
 
 
-def comparison_key(block: Block, kind: Kind, measure: str) -> tuple[str, ...]:
-    """The key of a kind's comparison in one measure."""
-    mismatch, correction = kind
-    return block.setting.name, mismatch.name, correction.name, measure
+def comparison_key(block: Block, kind: Kind, other_kind: Kind, measure: str) -> tuple[str, ...]:
+    """The key of a comparison: setting, mismatch, correction, the other kind's mismatch and correction, measure."""
+    names = [part.name for part in (*kind, *other_kind)]
+    return block.setting.name, *names, measure

@@ -26,6 +26,8 @@ DEGRADED_BY = 0.1
 APART_BY = 0.02
 # In blocks with tests: the chance of one wrong verdict in all of a family, by Welch's t-test with Holm's correction.
 FAMILY_ERROR = 0.05
+# Not worse, in blocks that ask for it: the whole 95 % interval of the difference is above -MARGIN.
+MARGIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ class Mismatch:
         engine: arguments of the study's engine; None: the launch file's engine.
         staleness: age of the oldest weights that the engine holds, in optimizer steps; 0: the newest weights.
         more_flags: further flags of the launcher.
-        against: name of the mismatch that it is compared with, under the same correction; empty: with none.
     """
 
     name: str
@@ -61,7 +62,6 @@ class Mismatch:
     engine: Mapping[str, Any] | None = field(default_factory=dict, hash=False)
     staleness: int = 0
     more_flags: tuple[str, ...] = ()
-    against: str = ""
 
     @property
     def flags(self) -> list[str]:
@@ -136,7 +136,11 @@ class Block:
         table: ``ranges``: verdicts by the ranges of the seeds; ``tests``: by Welch's test, with Holm's correction over
             all blocks of the data file; ``evaluations``: a line for each run, without verdicts.
         measures: names of the measures that tests compare, see ``comparison``; empty: all.
-        means: measures whose means over the whole run a table of ``tests`` has besides.
+        pairs: each kind that tests compare, and the kind that it is compared with; empty: each kind with the one that
+            its correction names.
+        shows_margin: whether the table says which differences are above ``-MARGIN``.
+        means: measures whose means over the whole run a table of ``tests`` has besides, or ``skipped_steps``: the
+            number of steps that were not made.
     """
 
     name: str
@@ -146,6 +150,8 @@ class Block:
     data: str = "study.json"
     table: str = "ranges"
     measures: tuple[str, ...] = ()
+    pairs: tuple[tuple[Kind, Kind], ...] = ()
+    shows_margin: bool = False
     means: tuple[str, ...] = ("k3", "ess")
 
     @property
@@ -156,8 +162,14 @@ class Block:
         ]
 
     def compared_with(self, mismatch: Mismatch, correction: Correction) -> Kind | None:
-        """The kind that a kind is compared with: another correction, else another mismatch; None: with nothing."""
+        """The kind with the same mismatch that a kind's correction is compared with; None: it is not in the block."""
         by_name = {(kind[0].name, kind[1].name): kind for kind in self.kinds}
-        other_correction = by_name.get((mismatch.name, correction.against))
-        other_mismatch = by_name.get((mismatch.against, correction.name))
-        return other_correction or other_mismatch
+        return by_name.get((mismatch.name, correction.against))
+
+    @property
+    def compared_pairs(self) -> list[tuple[Kind, Kind]]:
+        """Each kind that tests compare, and the kind that it is compared with."""
+        if self.pairs:
+            return list(self.pairs)
+        others = [(kind, self.compared_with(*kind)) for kind in self.kinds]
+        return [(kind, other) for kind, other in others if other is not None]

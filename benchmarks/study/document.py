@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.study.comparison import Comparison, comparison_key, comparisons, measures_of
-from benchmarks.study.design import Block, Correction, Kind, Mismatch
+from benchmarks.study.design import MARGIN, Block, Correction, Kind, Mismatch
 from benchmarks.study.results import Outcome, apart, reference_of, verdict
 from benchmarks.study.settings import family_of
 
@@ -22,11 +22,14 @@ _TITLES = {
     "ess": "ESS",
     "rejected": "rejected",
     "grad_norm": "gradient norm",
-    "inclusion_longest": "inclusion of the longest quarter",
+    "batch_time": "simulated time of a batch",
+    "inclusion": "inclusion",
+    "inclusion_longest": "of the longest quarter",
     "inclusion_shortest": "of the shortest quarter",
     "expected_longest": "expected",
     "expected_shortest": "expected",
     "prompts_without": "prompts without a response",
+    "inclusion_prompt_std": "SD over prompts",
     "age": "age in steps",
 }
 _RANGES_MEANS = ("kl", "k3", "ess", "rejected", "grad_norm")
@@ -72,6 +75,8 @@ def table(outcomes: Iterable[Outcome], block: Block) -> str:
         of_kind = seeds_of(of_block, *kind)
         if of_kind:
             lines.append(f"| {' | '.join(cell(kind, of_kind) for _, cell in columns)} |")
+    if block.pairs and compared_kinds:
+        lines += ["", *_pairs_table(block, compared_kinds)]
     sentences = [_count(of_block, block)]
     if block.table == "tests" and of_block:
         sentences += _of_tests(of_block, block, compared_kinds)
@@ -84,10 +89,12 @@ def seeds_of(outcomes: Iterable[Outcome], mismatch: Mismatch, correction: Correc
 
 
 def _count(of_block: Sequence[Outcome], block: Block) -> str:
-    """The number of runs and their time, and the runs that are missing."""
+    """The number of runs, their time and their code, and the runs that are missing."""
     seconds = sum(outcome.seconds for outcome in of_block)
     each = f", {seconds / len(of_block):.0f} each" if of_block else ""
-    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
+    commits = sorted({outcome.commit for outcome in of_block if outcome.commit})
+    made_by = f" Made by {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}." if commits else ""
+    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}.{made_by}"
     if not of_block:
         return f"{text} The others are not made yet."
     made = {outcome.key for outcome in of_block}
@@ -116,11 +123,9 @@ def _of_tests(
         total = sum(len(other.runs) for other in family_of(block))
         return [*sentences, f"No verdict before all {total} runs of `docs/{block.data}` are made."]
     verdicts = []
-    for kind in block.kinds:
+    for pair in block.compared_pairs:
         for measure in measures_of(block):
-            comparison = compared_kinds.get(comparison_key(block, kind, measure))
-            if comparison is not None:
-                verdicts.append(comparison.verdict)
+            verdicts.append(compared_kinds[comparison_key(block, *pair, measure)].verdict)
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("better", "worse", "undecided"))
     return [*sentences, f"Of the {len(verdicts)} comparisons in this table: {counts}."]
 
@@ -139,6 +144,13 @@ def _of_seeds(title: str, measure: Callable[[Outcome], float]) -> Column:
 def _mean_of(measure: str) -> Column:
     """The mean of a measure over the whole run."""
     return _of_seeds(_TITLES[measure], lambda outcome: outcome.mean(measure))
+
+
+def _num_skipped(outcome: Outcome) -> float:
+    return math.nan if outcome.skipped_steps is None else outcome.skipped_steps
+
+
+_SKIPPED = _of_seeds("skipped steps", _num_skipped)
 
 
 def _ranges_columns(block: Block, of_block: Sequence[Outcome]) -> list[Column]:
@@ -180,36 +192,59 @@ def compared_by_ranges(of_block: Sequence[Outcome], block: Block, kind: Kind) ->
 
 
 def _tests_columns(block: Block, compared_kinds: dict[tuple[str, ...], Comparison]) -> list[Column]:
-    """Each measure's mean, its difference from the kind that it is compared with, and the verdict of the test."""
+    """Each measure's mean, its difference from the kind that it is compared with, and the verdict of the test.
 
-    def compared_title(kind: Kind, of_kind: Sequence[Outcome]) -> str:
-        other = block.compared_with(*kind)
-        if other is None:
-            return ""
-        return other[1].title if other[0] is kind[0] else other[0].title
+    Without differences and verdicts if the block has pairs, whose table has them.
+    """
 
     def of_comparison(measure: str, words: Callable[[Comparison], str]) -> Cell:
         def cell(kind: Kind, of_kind: Sequence[Outcome]) -> str:
-            comparison = compared_kinds.get(comparison_key(block, kind, measure))
-            return "" if comparison is None else words(comparison)
+            other_kind = block.compared_with(*kind)
+            if other_kind is None or not compared_kinds:
+                return ""
+            return words(compared_kinds[comparison_key(block, kind, other_kind, measure)])
 
         return cell
 
     columns = [_MISMATCH, _CORRECTION]
-    if any(mismatch.against for mismatch, _ in block.kinds):
-        columns.append(("compared with", compared_title))
     for name, measure in measures_of(block).items():
-        columns += [
-            _of_seeds(name, measure),
-            ("difference (95 %)", of_comparison(name, _difference)),
-            ("verdict", of_comparison(name, lambda comparison: f"{comparison.verdict}, p {comparison.p:.2g}")),
-        ]
-    return [*columns, *(_mean_of(measure) for measure in block.means)]
+        columns.append(_of_seeds(name, measure))
+        if not block.pairs:
+            columns.append(("difference (95 %)", of_comparison(name, _difference)))
+            columns.append(("verdict", of_comparison(name, _verdict)))
+    for name in block.means:
+        columns.append(_SKIPPED if name == "skipped_steps" else _mean_of(name))
+    return columns
+
+
+def _pairs_table(block: Block, compared_kinds: dict[tuple[str, ...], Comparison]) -> list[str]:
+    """The lines of a table of comparisons: a line for each pair of kinds, with all measures."""
+    titles = ["", "compared with"]
+    for name in measures_of(block):
+        titles += [f"{name}: difference (95 %)", "verdict"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for kind, other_kind in block.compared_pairs:
+        cells = [f"{mismatch.title}, {correction.title}" for mismatch, correction in (kind, other_kind)]
+        for name in measures_of(block):
+            comparison = compared_kinds[comparison_key(block, kind, other_kind, name)]
+            words = _verdict(comparison)
+            if block.shows_margin and comparison.is_above_margin:
+                words += f"; above −{MARGIN}"
+            cells += [_difference(comparison), words]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _difference(comparison: Comparison) -> str:
     difference = comparison.difference
-    return f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})".replace("-", "−")
+    interval = f"{difference.low:+.2f} to {difference.high:+.2f}"
+    if math.isnan(difference.low):
+        interval = "no spread"
+    return f"{difference.mean:+.2f} ({interval})".replace("-", "−")
+
+
+def _verdict(comparison: Comparison) -> str:
+    return f"{comparison.verdict}, p {comparison.p:.2g}"
 
 
 def _evaluations_columns(of_block: Sequence[Outcome]) -> list[Column]:

@@ -1,4 +1,4 @@
-"""The study's rollout engine, which differs from the trainer on purpose by a known amount."""
+"""The study's rollout engines, which differ from the trainer on purpose by a known amount."""
 
 from __future__ import annotations
 
@@ -86,6 +86,40 @@ class StudyEngine:
 
     def _rounded(self, name: str, tensor: Tensor) -> Tensor:
         return self._round(tensor) if name in self._linear_weights else tensor
+
+
+class ExactlyEvaluatedEngine:
+    """A ``transformers`` model in ``--rollout-dtype``, with an exact copy of the trainer's model for evaluations.
+
+    Evaluations are greedy, and no rollout batch is: this tells them apart.
+
+    Args:
+        inputs: the run's inputs for an engine.
+    """
+
+    is_elsewhere = False
+
+    def __init__(self, inputs: EngineInputs) -> None:
+        rest = (inputs.text.ends, inputs.text.pad, inputs.config.launch.device)
+        self.exact = TransformersEngine(inputs.model, "fp32", *rest)
+        self.sampler = TransformersEngine(inputs.model, inputs.config.engine.rollout_dtype, *rest)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights: the number of optimizer steps that made them."""
+        return self.exact.version
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take all weights of the model; see :class:`RolloutEngine`."""
+        self.exact.load_weights(weights, version)
+        self.sampler.load_weights(checkpoint_tensors(self.exact.model).items(), version)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
+    ) -> list[Sample]:
+        """Sample with the mismatch, or greedily without it; see :class:`RolloutEngine`."""
+        model = self.exact if params.top_k == 1 else self.sampler
+        return model.sample(prompts, params, max_new_tokens, seed)
 
 
 def _rounding(levels: int, fp8_by_tensor: bool) -> Callable[[Tensor], Tensor]:

@@ -1,6 +1,6 @@
 """Late responses: a response takes longer the longer it is, by simulated times, and the engine waits, paces or drops.
 
-A response of n tokens takes ``STEPS`` · n / ``LONG`` · exp(``SPREAD`` · z) optimizer steps, with a standard normal z
+A response of n tokens takes ``STEPS`` · n / ``LONGEST`` · exp(``SPREAD`` · z) optimizer steps, with a standard normal z
 from the seed of the call. No clock is read, so a run that is repeated has the same times.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import NormalDist, fmean
 
@@ -17,25 +17,30 @@ from torch import Tensor
 
 from benchmarks.study.design import LATE_FILE
 from benchmarks.study.engine import StudyEngine
-from benchmarks.study.task import LONG
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.answers import derive_seed
 from megatron_rc.launch.engines.registry import EngineInputs
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
 
-# Median time of a response of LONG tokens, in optimizer steps.
+# Largest number of tokens of a response of count_up: nine digits and the end.
+LONGEST = 10
+# Median time of a response of LONGEST tokens, in optimizer steps.
 STEPS = 4.0
 # Standard deviation of the logarithm of a response's time.
 SPREAD = 0.3
-# Later responses are dropped. 70 % of the responses of LONG tokens are in time, because the launcher ends a run if more
-# than half of a batch is dropped: among 128 such responses that happens once in some million batches.
-LIMIT = 4.7
-# Age of the oldest weights that pacing keeps, in optimizer steps: 1 % of the responses of LONG tokens take longer.
+# Share of a batch's responses that train if late ones are dropped. The launcher ends a run if more than half of a batch
+# is dropped.
+KEEP = 0.55
+# Age of the oldest weights that pacing keeps, in optimizer steps: 1 % of the responses of LONGEST tokens take longer.
 OLDEST = 8
-# Added to the seed of a call, so that times and random drops are drawn apart from the tokens.
+# Optimizer steps with each batch, by configs/study/count_up.yaml.
+STEPS_OF_A_BATCH = 2
+# Added to the seed of a call, so that times, random drops and the responses of older weights are drawn apart from the
+# responses of the newest weights.
 _TIMES_FROM = 1 << 36
 _DROPS_FROM = 1 << 37
+_ROUNDS_FROM = 1 << 38
 # Pacing looks at most this often for weights whose response takes as long as they are old.
 _ROUNDS = 2
 
@@ -53,27 +58,49 @@ def _uniform_draws(count: int, seed: int) -> list[float]:
 
 def time_of(num_tokens: int, z: float) -> float:
     """Optimizer steps that a response takes."""
-    return STEPS * num_tokens / LONG * math.exp(SPREAD * z)
+    return STEPS * num_tokens / LONGEST * math.exp(SPREAD * z)
 
 
-def chance_in_time(num_tokens: int) -> float:
-    """Probability that a response takes at most ``LIMIT`` steps: Φ(ln(``LIMIT`` / its median time) / ``SPREAD``)."""
-    return NormalDist().cdf(math.log(LIMIT / time_of(num_tokens, 0.0)) / SPREAD)
+def chances_in_time(lengths: Sequence[int], share: float) -> list[float]:
+    """The probability of each response to be among the first of its batch, if this share of the batch trains.
+
+    A response of n tokens takes at most t steps with the probability Φ(ln(t / its median time) / ``SPREAD``). The t is
+    the one at which the mean of these probabilities is the share.
+    """
+
+    def chances_at(log_time: float) -> list[float]:
+        return [NormalDist().cdf((log_time - math.log(time_of(length, 0.0))) / SPREAD) for length in lengths]
+
+    low, high = math.log(1e-3), math.log(1e3)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if fmean(chances_at(middle)) < share:
+            low = middle
+        else:
+            high = middle
+    return chances_at(high)
+
+
+def _are_not_smallest(values: Sequence[float], count: int) -> list[bool]:
+    """False for the ``count`` smallest values, True for the others."""
+    limit = sorted(values)[count - 1]
+    return [value > limit for value in values]
 
 
 class LateEngine(StudyEngine):
-    """The study's engine with exact weights, whose responses may be late.
+    """The study's engine with exact weights, whose responses to ``count_up`` may be late.
 
-    Evaluations and the launcher's probes are never late. Each rollout batch appends the expected inclusion rates of its
-    longest and of its shortest quarter to ``late.jsonl``, to be compared with the launcher's ``selection/…`` metrics.
+    Evaluations and the launcher's probes are never late. Each rollout batch appends a line to ``late.jsonl``: the
+    expected inclusion rates of its longest and of its shortest quarter, to be compared with the launcher's
+    ``selection/…`` metrics, and the simulated time of the batch.
 
     Args:
         inputs: the run's inputs for an engine.
         late: what it does with late responses.
             ``wait``: all responses are of the newest weights.
             ``pace``: each response is of the weights of its start, which are as old as it takes, up to ``OLDEST``.
-            ``drop``: responses that take longer than ``LIMIT`` are bad responses.
-            ``drop_random``: as many as ``drop`` would drop are bad responses, whatever their length.
+            ``drop``: the share ``KEEP`` that finishes first trains, and the others are bad responses.
+            ``drop_random``: as many train as with ``drop``, chosen at random.
     """
 
     def __init__(self, inputs: EngineInputs, late: str) -> None:
@@ -96,32 +123,26 @@ class LateEngine(StudyEngine):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
         """Sample in time or late; see :class:`RolloutEngine`."""
-
-        def sample_by(version: int, indices: Sequence[int]) -> list[Sample]:
-            """Responses of the weights of a version to some of the prompts."""
-            if self.sampler.version != version:
-                self.sampler.load_weights(self.kept_weights[version].items(), version)
-            samples = self.sampler.sample([prompts[index] for index in indices], params, max_new_tokens, seed)
-            return [replace(sample, versions=[version] * len(sample.token_ids)) for sample in samples]
-
-        samples = sample_by(self.version, range(len(prompts)))
-        if len(prompts) != self._batch_size or max_new_tokens != LONG:
+        samples = self._sample_by(self.version, prompts, params, max_new_tokens, seed)
+        if len(prompts) != self._batch_size or max_new_tokens != LONGEST:
             return samples
 
         noise = normal_noise(len(samples), seed)
         if self._late == "pace":
-            samples = self._paced(samples, noise, sample_by)
+            samples = self._paced(samples, noise, prompts, params, seed)
         lengths = [len(sample.token_ids) for sample in samples]
+        times = [time_of(length, z) for length, z in zip(lengths, noise, strict=True)]
+        num_in_time = int(KEEP * len(samples))
+        share = num_in_time / len(samples)
         chances = [1.0] * len(samples)
         is_late = [False] * len(samples)
         if self._late == "drop":
-            chances = [chance_in_time(length) for length in lengths]
-            is_late = [time_of(length, z) > LIMIT for length, z in zip(lengths, noise, strict=True)]
+            chances = chances_in_time(lengths, share)
+            is_late = _are_not_smallest(times, num_in_time)
         if self._late == "drop_random":
-            share = fmean(chance_in_time(length) for length in lengths)
             chances = [share] * len(samples)
-            is_late = [draw > share for draw in _uniform_draws(len(samples), seed)]
-        self._write_expected(lengths, chances)
+            is_late = _are_not_smallest(_uniform_draws(len(samples), seed), num_in_time)
+        self._write_batch(lengths, chances, self._time_of_batch(times, is_late))
         # A late response is a bad one. It keeps its tokens, so that the launcher's account has its length.
         return [
             replace(sample, fault="the response is late") if late else sample
@@ -133,8 +154,22 @@ class LateEngine(StudyEngine):
         old_enough = [version for version in self.kept_weights if version <= self.version - age]
         return max(old_enough, default=min(self.kept_weights))
 
+    def _sample_by(
+        self, version: int, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
+    ) -> list[Sample]:
+        """Responses of the weights of a version."""
+        if self.sampler.version != version:
+            self.sampler.load_weights(self.kept_weights[version].items(), version)
+        samples = self.sampler.sample(prompts, params, max_new_tokens, seed)
+        return [replace(sample, versions=[version] * len(sample.token_ids)) for sample in samples]
+
     def _paced(
-        self, newest: Sequence[Sample], noise: Sequence[float], sample_by: Callable[[int, Sequence[int]], list[Sample]]
+        self,
+        newest: Sequence[Sample],
+        noise: Sequence[float],
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seed: int,
     ) -> list[Sample]:
         """Replace each response by one of older weights that takes as long as they are old.
 
@@ -143,26 +178,41 @@ class LateEngine(StudyEngine):
         """
         samples = list(newest)
         versions = [self.version] * len(samples)
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             indices_of: dict[int, list[int]] = {}
             for index, sample in enumerate(samples):
                 version = self.weights_of_age(time_of(len(sample.token_ids), noise[index]))
                 if version != versions[index]:
                     indices_of.setdefault(version, []).append(index)
+            seed_of_round = derive_seed(seed, _ROUNDS_FROM + number)
             for version, indices in indices_of.items():
-                for index, sample in zip(indices, sample_by(version, indices), strict=True):
+                # With one seed for all versions, the first responses of each would begin with the same draws.
+                seed_of_version = derive_seed(seed_of_round, version)
+                chosen_prompts = [prompts[index] for index in indices]
+                older = self._sample_by(version, chosen_prompts, params, LONGEST, seed_of_version)
+                for index, sample in zip(indices, older, strict=True):
                     samples[index] = sample
                     versions[index] = version
         return samples
 
-    def _write_expected(self, lengths: Sequence[int], chances: Sequence[float]) -> None:
-        """Append the mean chances of the shortest and of the longest quarter of a batch's responses."""
+    def _time_of_batch(self, times: Sequence[float], is_late: Sequence[bool]) -> float:
+        """Optimizer steps that the sampling of a batch takes: until the last response that trains has finished.
+
+        Pacing samples while the trainer trains, so each batch takes as long as the steps with it.
+        """
+        if self._late == "pace":
+            return STEPS_OF_A_BATCH
+        return max(time for time, late in zip(times, is_late, strict=True) if not late)
+
+    def _write_batch(self, lengths: Sequence[int], chances: Sequence[float], batch_time: float) -> None:
+        """Append a batch's time, and the mean chances of its shortest and of its longest quarter."""
         by_length = [chance for _, chance in sorted(zip(lengths, chances, strict=True))]
         quarter = len(by_length) // 4
         row = {
             "step": self.version,
             "expected/shortest": fmean(by_length[:quarter]),
             "expected/longest": fmean(by_length[-quarter:]),
+            "batch_time": batch_time,
         }
         with self._late_file.open("a" if self.version else "w", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

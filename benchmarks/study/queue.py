@@ -56,17 +56,19 @@ def run_all(
     waiting = missing(runs, data)
     total = len(waiting)
     begun = time.monotonic()
-    commit = _commit()
     say(f"{len(runs) - total} of {len(runs)} runs are in {data}, {total} to go, {at_once} at a time")
     under_way: dict[Run, subprocess.Popen[bytes]] = {}
+    commits: dict[Run, str] = {}
     try:
         while waiting or under_way:
             while waiting and len(under_way) < at_once:
                 run = waiting.pop(0)
+                # Each process imports the code of its start, and hours may be between the first and the last.
+                commits[run] = _commit()
                 under_way[run] = _start(run, folder, model)
             time.sleep(0.2)
             for run, process in list(under_way.items()):
-                outcome = _end(run, process, folder, commit)
+                outcome = _end(run, process, folder, commits[run])
                 if outcome is None:
                     continue
                 del under_way[run]

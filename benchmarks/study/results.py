@@ -25,14 +25,17 @@ METRIC_OF = {
     "entropy": "policy/entropy",
 }
 MEASURES = (*METRIC_OF, "ess")
-# Further measures of runs with late responses; ``expected_…`` is what the engine expected, see ``LateEngine``.
+# Further measures of runs with late responses. ``expected_…`` and ``batch_time`` are the engine's, see ``LateEngine``.
 LATE_METRIC_OF = {
+    "inclusion": "selection/inclusion",
     "inclusion_longest": "selection/inclusion_longest",
     "inclusion_shortest": "selection/inclusion_shortest",
     "prompts_without": "selection/prompts_without",
+    "inclusion_prompt_std": "selection/inclusion_prompt_std",
     "age": "selection/staleness_mean",
     "expected_longest": "expected/longest",
     "expected_shortest": "expected/shortest",
+    "batch_time": "batch_time",
 }
 _DIGITS = 4
 
@@ -55,6 +58,7 @@ class Outcome:
         curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value. Runs of
             the first edition lack some measures; runs with late responses have those of ``LATE_METRIC_OF`` too.
         largest_kl: the largest KL of a step, or None without a finite value.
+        skipped_steps: number of steps that were not made; None in older runs, where it was not counted.
     """
 
     setting: str
@@ -69,6 +73,7 @@ class Outcome:
     curves: dict[str, list[float | None]] = field(repr=False)
     largest_kl: float | None = None
     right: list[tuple[int, float]] = field(default_factory=list)
+    skipped_steps: int | None = None
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -92,7 +97,7 @@ class Outcome:
 
     @property
     def over_the_run(self) -> float:
-        """Mean reward over the steps, on straight lines between the measurements."""
+        """Mean reward over the steps, on straight lines between the measurements; up to the error that ended it."""
         areas = [(to - since) * (begin + end) / 2 for (since, begin), (to, end) in pairwise(self.policy)]
         return sum(areas) / self.policy[-1][0] if areas else self.final
 
@@ -153,6 +158,8 @@ def read(path: Path) -> list[Outcome]:
 def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | None) -> Outcome | None:
     """The outcome of a run from the files in its folder; None if it ended before its first step."""
     rows = _rows(folder / "metrics.jsonl")
+    # A step that is left out has no gradient norm. If a batch's steps are left out, its inclusion rate is 0 because
+    # nothing trained, and says nothing about the choice of responses.
     steps = [row for row in rows if "grad_norm" in row]
     measurements = _policy_rows(folder, rows)
     if not steps or not measurements:
@@ -168,7 +175,19 @@ def measured(run: Run, folder: Path, commit: str, seconds: float, error: str | N
     curves = {measure: _curve(steps, measure) for measure in measures}
     kls = [value for row in steps if math.isfinite(value := value_of(row, "kl"))]
     largest = _short(max(kls)) if kls else None
-    return Outcome(*run.key, " ".join(run.flags), commit, seconds, error, policy, curves, largest, right)
+    skipped = [int(row["skipped_steps"]) for row in rows if "skipped_steps" in row]
+    return Outcome(
+        *run.key,
+        flags=" ".join(run.flags),
+        commit=commit,
+        seconds=seconds,
+        error=error,
+        policy=policy,
+        curves=curves,
+        largest_kl=largest,
+        right=right,
+        skipped_steps=skipped[-1] if skipped else None,
+    )
 
 
 def _policy_rows(folder: Path, rows: Iterable[Row]) -> list[Row]:

@@ -58,23 +58,19 @@ WORKING = (
     Mismatch("stale_4_fp8", "weights in fp8 by tensor, up to 4 steps old", {"fp8_by_tensor": True}, staleness=4),
 )
 OLD = Mismatch("old", "weights up to 8 steps old", engine=None)
-# The launcher's own engine, with weights in int8; see the launch file.
-INT8 = Mismatch("int8", "weights in int8", engine=None)
+# Samples with the launch file's --rollout-dtype, and evaluates the trainer's own weights.
+INT8 = Mismatch("int8", "weights in int8", {"evaluates_exactly": True})
 
 # Responses that take longer the longer they are, see ``late``.
 LATE_WAIT = Mismatch("late_wait", "waiting", {"late": "wait"})
-LATE_PACE = Mismatch("late_pace", "pacing", {"late": "pace"}, against="late_wait")
-LATE_DROP = Mismatch("late_drop", "dropping", {"late": "drop"}, more_flags=("--bad-samples=drop",), against="late_wait")
+LATE_PACE = Mismatch("late_pace", "pacing", {"late": "pace"})
+LATE_DROP = Mismatch("late_drop", "dropping", {"late": "drop"}, more_flags=("--bad-samples=drop",))
 LATE_DROP_RANDOM = Mismatch(
-    "late_drop_random",
-    "dropping at random",
-    {"late": "drop_random"},
-    more_flags=("--bad-samples=drop",),
-    against="late_drop",
+    "late_drop_random", "dropping at random", {"late": "drop_random"}, more_flags=("--bad-samples=drop",)
 )
 LATE = (LATE_WAIT, LATE_PACE, LATE_DROP, LATE_DROP_RANDOM)
 # All engines of the study's own.
-ENGINES = (NONE, *STRONG, *REALISTIC, LONG, FP8, FP8_OLD, *WORKING, *LATE)
+ENGINES = (NONE, *STRONG, *REALISTIC, LONG, FP8, FP8_OLD, *WORKING, INT8, *LATE)
 
 
 def _preset(name: str, title: str, preset: str, *others: str, against: str = "uncorrected") -> Correction:
@@ -112,6 +108,7 @@ SEQ_RS = _preset("seq_rs", "sequence TIS, sequence rejection", "decoupled_seq_is
 GEO_RS = _geometric("geo_rs_token_tis", "geometric rejection, token TIS", "0.5_2.0")
 GEO_RS_PUBLISHED = _geometric("geo_rs_published", "geometric rejection at 0.999 to 1.001, token TIS", "0.999_1.001")
 GEO_RS_GROWN = _geometric("geo_rs_grown", "geometric rejection at bounds for the length, token TIS", "0.95_1.02")
+GEO_RS_INT8 = _geometric("geo_rs_int8", "geometric rejection at bounds for int8, token TIS", "0.98_1.016")
 BYPASS = _preset("bypass", "bypass, PPO-clip", "bypass_ppo_clip")
 BYPASS_PG = _preset("bypass_pg", "bypass, policy gradient", "bypass_pg_is")
 KPOP = _preset("kpop", "KPop, token TIS", "decoupled_token_kpop")
@@ -208,8 +205,15 @@ MIXTURE = Block(
 )
 
 
-def _working(name: str, setting: Setting, geometric: Correction) -> Block:
-    """The mismatches of working engines with five seeds; ``geometric`` has the bounds for the responses' length."""
+def _working(name: str, setting: Setting, geometric: Correction, *measures: str) -> Block:
+    """The mismatches of working engines with five seeds.
+
+    Args:
+        name: name of the block.
+        setting: task and training.
+        geometric: geometric rejection with the bounds for the responses' length.
+        measures: measures that are compared; none: all.
+    """
     token_tis_norm = dataclasses.replace(TOKEN_TIS_NORM, against=UNCORRECTED.name)
     corrections = (UNCORRECTED, TOKEN_TIS, token_tis_norm, geometric, BYPASS, BYPASS_PG, DPPO_TV, KPOP)
     return Block(
@@ -219,16 +223,21 @@ def _working(name: str, setting: Setting, geometric: Correction) -> Block:
         seeds=FIVE_SEEDS,
         data="study_working.json",
         table="tests",
+        measures=measures,
     )
 
 
 # One family: every correction of both is compared with no correction.
 WORKING_SHORT = _working("working_short", COUNT_UP, GEO_RS)
-WORKING_LONG = _working("working_long", COUNT_ON, GEO_RS_GROWN)
+# Whole answers of count_on are never right if the policy lacks the successor of a single digit, so they are left out.
+WORKING_LONG = _working("working_long", COUNT_ON, GEO_RS_GROWN, "reward of the last weights", "over the run")
 # Which responses train. The page has the predictions.
+_WAITING = (LATE_WAIT, UNCORRECTED)
+_DROPPING = (LATE_DROP, UNCORRECTED)
+_DROPPING_AT_RANDOM = (LATE_DROP_RANDOM, UNCORRECTED)
 SELECTION = Block(
     "selection",
-    COUNT_ON,
+    COUNT_UP,
     (
         *_kinds([LATE_WAIT], UNCORRECTED),
         *_kinds([LATE_PACE, LATE_DROP], UNCORRECTED, TOKEN_TIS),
@@ -237,12 +246,24 @@ SELECTION = Block(
     seeds=FIVE_SEEDS,
     data="study_selection.json",
     table="tests",
+    pairs=(
+        ((LATE_PACE, UNCORRECTED), _WAITING),
+        ((LATE_PACE, TOKEN_TIS), _WAITING),
+        (_DROPPING, _WAITING),
+        ((LATE_DROP, TOKEN_TIS), _WAITING),
+        (_DROPPING_AT_RANDOM, _DROPPING),
+        (_DROPPING_AT_RANDOM, _WAITING),
+    ),
+    shows_margin=True,
     means=(
+        "batch_time",
+        "inclusion",
         "inclusion_longest",
         "expected_longest",
         "inclusion_shortest",
         "expected_shortest",
         "prompts_without",
+        "inclusion_prompt_std",
         "age",
         "k3",
         "ess",
@@ -259,11 +280,12 @@ HARD = Block(
 INT8_ENGINE = Block(
     "int8",
     SMOLLM2_INT8,
-    _kinds([INT8], UNCORRECTED, TOKEN_TIS, GEO_RS_GROWN, BYPASS),
+    _kinds([INT8], UNCORRECTED, TOKEN_TIS, GEO_RS_INT8, BYPASS),
     seeds=THREE_SEEDS,
     data="study_int8.json",
     table="tests",
-    measures=("reward of the last weights", "over the run"),
+    measures=("reward of the last weights",),
+    means=("k3", "ess", "rejected", "skipped_steps"),
 )
 # In the order in which they are made.
 BLOCKS = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks.study.design import GAVE_UP, Mismatch
-from benchmarks.study.engine import StudyEngine
+from benchmarks.study.engine import ExactlyEvaluatedEngine, StudyEngine
 from benchmarks.study.late import LateEngine
 from benchmarks.study.settings import ENGINES
-from megatron_rc.launch.engines import registry
+from megatron_rc.launch.engines import RolloutEngine, registry
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.measures import shift
 
@@ -21,8 +21,12 @@ STOPPED = 4
 def register(mismatch: Mismatch) -> None:
     """Make ``--rollout-engine study-NAME`` known to this process."""
     arguments = mismatch.engine or {}
-    engine: type[StudyEngine] = LateEngine if "late" in arguments else StudyEngine
-    registry.ENGINES[f"study-{mismatch.name}"] = registry.EngineKind(partial(engine, **arguments))
+    make: Callable[..., RolloutEngine] = partial(StudyEngine, **arguments)
+    if "late" in arguments:
+        make = partial(LateEngine, **arguments)
+    if "evaluates_exactly" in arguments:
+        make = ExactlyEvaluatedEngine
+    registry.ENGINES[f"study-{mismatch.name}"] = registry.EngineKind(make)
 
 
 def main(words: Sequence[str]) -> None:

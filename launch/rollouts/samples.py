@@ -78,7 +78,7 @@ class GoodSamples:
         faults = self._faults(samples, longest)
         if faults and self.policy == "stop":
             raise EngineError(next(iter(faults.values())))
-        self._count_and_write(faults, prompts, samples, 1)
+        self._count_and_write(faults, prompts, samples, attempt=1, step=step)
         bad_lengths: dict[int, tuple[int, ...]] = {index: () for index in faults}
 
         retries = self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
@@ -91,7 +91,7 @@ class GoodSamples:
                 bad_lengths[index] += (len(samples[index].token_ids),)
                 samples[index] = sample
             faults = self._faults(samples, longest)
-            self._count_and_write(faults, prompts, samples, number + 2)
+            self._count_and_write(faults, prompts, samples, attempt=number + 2, step=step)
         for index in faults:
             bad_lengths[index] += (len(samples[index].token_ids),)
             samples[index] = Sample([], [], "abort")
@@ -151,9 +151,23 @@ class GoodSamples:
         return fault_in_log_probs(sample.log_probs, where)
 
     def _count_and_write(
-        self, faults: dict[int, str], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], attempt: int
+        self,
+        faults: dict[int, str],
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        *,
+        attempt: int,
+        step: int | None,
     ) -> None:
-        """Count the bad responses, and append a line for each to the run's ``bad/samples.jsonl``."""
+        """Count the bad responses, and append a line for each to the run's ``bad/samples.jsonl``.
+
+        Args:
+            faults: error messages of the bad responses, by their index.
+            prompts: tokens of all prompts.
+            samples: responses to all prompts.
+            attempt: 1 for the first responses, then one more for each retry.
+            step: optimizer step at which their rollout batch begins; None: they belong to none.
+        """
         self._counts.bad = self.bad + len(faults)
         if not faults:
             return
@@ -166,7 +180,11 @@ class GoodSamples:
                 "index": index,
                 "try": attempt,
                 "error": fault,
+                "step": step,
+                # The engine's weights now. Other ones may have sampled the response: ``versions`` has them for each
+                # token, and is null if the engine's ``version`` sampled all of them.
                 "weights": self.engine.version,
+                "versions": sample.versions,
                 "prompt": list(prompts[index]),
                 "tokens": sample.token_ids,
                 "log_probs": [value if math.isfinite(value) else str(value) for value in sample.log_probs],

@@ -78,6 +78,16 @@ def test_a_bad_response_ends_the_run_or_is_dropped(tmp_path, kind):
     assert len(line["log_probs"]) == len(bad.log_probs)
 
 
+def test_a_bad_response_is_listed_with_its_step_and_its_own_weights(tmp_path):
+    """The engine has weights of version 7 by now."""
+    bad = replace(BAD["id"][0], versions=[3, 5])
+    samples = good_samples(tmp_path, Engine([GOOD, bad, GOOD], [bad]), "--bad-samples=drop")
+    samples(PROMPTS, SamplingParams(), LONGEST, 5, step=6)
+    samples(PROMPTS[:1], SamplingParams(), LONGEST, 5)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "bad" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["versions"], line["weights"]) for line in lines] == [(6, [3, 5], 7), (None, [3, 5], 7)]
+
+
 def test_a_bad_response_can_be_sampled_again(tmp_path):
     bad, _ = BAD["id"]
     too_long, _ = BAD["long"]
