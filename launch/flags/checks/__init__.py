@@ -20,7 +20,7 @@ from megatron_rc.launch.flags.checks.rollouts import (
     check_recorded,
 )
 from megatron_rc.launch.flags.checks.task import check_prompts, check_rewards
-from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_reference
+from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_other_models
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
@@ -40,7 +40,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_engine(config, samples)
     check_files(config)
     check_bridge(config, samples)
-    check_reference(config)
+    check_other_models(config)
     check_prompts(config, task)
     check_rewards(config, task, samples)
     check_advantages(config)

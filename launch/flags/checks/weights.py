@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from megatron_rc.launch.errors import ConfigurationError, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
+from megatron_rc.launch.flags.command import NONE_IF_ABSENT
 from megatron_rc.launch.run_config import RunConfig, flag_options
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.converter import MBRIDGE
@@ -164,20 +166,37 @@ def _converts(config: RunConfig, samples: bool) -> bool:
     return bool(samples or files.load_hf or files.save_hf or config.reference.ref_load_hf or of_critic)
 
 
-def check_reference(config: RunConfig) -> None:
-    """Refuse a directory whose shapes or numbers make another function than the policy's."""
-    folder = config.reference.ref_load_hf
-    if not folder:
-        return
-    for name, word in read_architecture(folder, "--ref-load-hf").items():
-        if name in _NAMES_ALONE or name not in flag_options():
+def check_other_models(config: RunConfig) -> None:
+    """Refuse a reference policy's or critic's directory whose config.json describes another model than the policy's."""
+    reference = config.reference.ref_load_hf
+    if reference:
+        _check_function(config, "--ref-load-hf", reference, _NAMES_ALONE)
+    critic = config.critic and config.critic.critic_load_hf
+    if critic:
+        # The value head takes the place of the output layer.
+        _check_function(config, "--critic-load-hf", critic, (*_NAMES_ALONE, "untie-embeddings-and-output-weights"))
+
+
+def _check_function(config: RunConfig, flag: str, folder: str, ignored: Collection[str]) -> None:
+    """Refuse a directory whose model is another function than the policy's; names of ``ignored`` have dashes."""
+    words = read_architecture(folder, flag)
+    unmentioned = [name.replace("_", "-") for name in NONE_IF_ABSENT if name.replace("_", "-") not in words]
+    for name in [*words, *unmentioned]:
+        if name in ignored or name not in flag_options():
             continue
         kind = flag_options()[name][1].kind
+        word = words.get(name)
         value = config.value_of(name)
-        # A switch is None if its section is absent.
-        differs = bool(value) != (word == "true") if kind is bool else value != kind(word)
+        if word is None:
+            differs = value is not None
+        elif kind is bool:
+            # A switch is None if its section is absent.
+            differs = bool(value) != (word == "true")
+        else:
+            differs = value != kind(word)
         if differs:
+            described = f"without --{name}" if word is None else f"with --{name} {word}"
             raise ConfigurationError(
-                f"--ref-load-hf {folder} is a model with --{name} {word}, but the policy has {value}: the reference "
-                "must have the policy's architecture"
+                f"{flag} {folder} is a model {described}, but the policy has {value}: give a model of the "
+                "policy's architecture"
             )
