@@ -61,13 +61,8 @@ def configure(
         check_folders(config)
         check_machine(config)
     if config.unused:
-        _log.warning("%s", unused_in_words(config))
+        _log.warning("these flags do nothing in this run: %s", ", ".join(config.unused))
     return dataclasses.replace(config, flags=tuple(_resolved_flags(command, config))), task
-
-
-def unused_in_words(config: RunConfig) -> str:
-    """Return the line about given flags that do nothing."""
-    return f"these flags do nothing in this run: {', '.join(config.unused)}"
 
 
 def processes_meant(argv: Sequence[str]) -> int | None:
