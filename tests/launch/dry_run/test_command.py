@@ -1,5 +1,6 @@
 """The dry run says what the run would be, or what the run would say; it starts nothing and leaves nothing."""
 
+import importlib.util
 import json
 import re
 
@@ -166,6 +167,22 @@ def test_packages_of_the_training_machines_are_noted(capsys):
     code, output, errors = dry_run(capsys, f"{arguments} --json", ranks=4)
     assert (code, errors) == (0, "")
     assert [note for note in json.loads(output)["notes"] if "flex needs deep_ep, which is not installed" in note]
+
+
+def test_mbridge_is_needed_by_the_flag_that_names_it_alone(capsys, monkeypatch):
+    """Without the flag a run on a machine that has no mbridge takes the tables; one line says it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "mbridge" else find(name, *rest)
+    )
+    words = "--config=count_up --pipeline-model-parallel-size=1 --dry-run --json --nproc-per-node=4".split()
+    words.append("--micro-batch-size=128")
+    for typed, is_needed in (([], False), (["--weights-bridge=mbridge"], True)):
+        assert code_of(main, *words, *typed) == 0
+        output, lines = capsys.readouterr()
+        notes = [note for note in json.loads(output)["notes"] if "mbridge" in note]
+        assert len(notes) == is_needed
+        assert lines.startswith(f"{TABLES}needs mbridge, which is not installed here: pip ") != is_needed
 
 
 def made(words, world):
