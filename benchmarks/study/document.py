@@ -86,8 +86,8 @@ def seeds_of(outcomes: Iterable[Outcome], mismatch: Mismatch, correction: Correc
 def _count(of_block: Sequence[Outcome], block: Block) -> str:
     """The number of runs and their time, and the runs that are missing."""
     seconds = sum(outcome.seconds for outcome in of_block)
-    each = f", {seconds / len(of_block):.0f} each" if of_block else ""
-    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}."
+    each = f", {seconds / len(of_block):.0f} a run" if of_block else ""
+    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of processor time in all{each}."
     if not of_block:
         return f"{text} The others are not made yet."
     made = {outcome.key for outcome in of_block}
