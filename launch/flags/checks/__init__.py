@@ -25,9 +25,8 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
 
-def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
-    """Check that the settings go together; ``engine`` is False if rollouts come from outside of this program."""
-    samples = engine and not config.rollouts.load_rollouts
+def check(config: RunConfig, task: Task, samples: bool) -> None:
+    """Check that the settings go together; ``samples``: an engine of this run samples the rollouts."""
     check_layout(config)
     check_model(config)
     check_experts(config)
