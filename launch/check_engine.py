@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_check(config: RunConfig, task: Task) -> bool:
-    """Run the check on this rank and print the findings on rank 0; return True, since there is nothing to save.
+    """Run the check on this rank and print the findings on rank 0; return True: no step can be lost (``Run``).
 
     Raises:
         RunError: on every rank: a finding does not agree; the message names it.

@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.command import read_command
+from megatron_rc.launch.flags.command import NONE_IF_ABSENT, read_command
+from megatron_rc.launch.run_config import flag_options
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.architecture import read_architecture
@@ -41,6 +42,22 @@ def test_flags_that_contradict_the_directory_are_refused(folders, name, word, me
     with pytest.raises(ConfigurationError, match=message):
         read_command(words_of(folders[name], Layout(), word))
     assert read_command(words_of(folders["llama"], Layout(), "--rotary-base=500")).values.rotary_base == 500
+
+
+def test_the_flags_that_a_file_may_leave_out_are_listed():
+    """A flag that is left out, and is not listed, could contradict the file without an error."""
+    files = [FAMILIES[config.model_type].read(config.to_dict()) for config in MODELS.values()]
+    listed = {name.replace("_", "-") for name in NONE_IF_ABSENT}
+    flags_of_files = {flag for words in files for flag in words if flag in flag_options()}
+    for words in files:
+        unused = {"sliding-window"}  # limits the length, and changes nothing else
+        if "num-experts" not in words:
+            unused.add("moe-ffn-hidden-size")
+        if words["multi-latent-attention"] == "true":
+            unused.add("kv-channels")
+        for flag in flags_of_files - words.keys() - unused:
+            _, option = flag_options()[flag]
+            assert option.default is not None or flag in listed
 
 
 # Model, changed entries of its config.json, and parts of the sentence.
