@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -233,14 +233,17 @@ class _Run:
                 prepared.scores, prepared.estimated, mini_batches, self.groups, kl_metric=kl_metric
             )
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
-            attribution = trainer.attribution(prepared)
-            if attribution is not None:
-                self.attribution = attribution
-                common |= attribution.metrics()
-                lap("attribution")
+            if trainer.is_attribution_due:
+                with lap.part("attribution"):
+                    self.attribution = trainer.attribution(prepared)
+                common |= self.attribution.metrics()
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
-            metrics = self.steps.update(batch, prepared, update, update % mini_batches)
+            with lap.part("update"):
+                metrics = self.steps.update(batch, prepared, update, update % mini_batches)
+            if update == 0:
+                seconds = lap.seconds_without("eval", "attribution")
+                common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
             self._say_of_replay()
             selection.count_step(update % mini_batches, trainer.accepted if prepared else None)
             if update == self.config.updates_per_rollout - 1:
@@ -252,10 +255,7 @@ class _Run:
             self.log_probs.after_update(prepared, update, update % mini_batches)
             if nonzero:
                 metrics["reward/nonzero_advantages"] = nonzero[update % mini_batches]
-            lap("update")
             common |= trainer.batch_check.metrics
-            if update == 0:
-                common["perf/tokens_per_second"] = common["rollout/tokens"] / lap.seconds_without("eval")
             yield common | metrics | lap.times
 
     def _look_at_rewards(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
@@ -319,9 +319,17 @@ class _Laps:
         self.times[f"perf/{part}_seconds"] = now - self._last
         self._last = now
 
-    def seconds_without(self, part: str) -> float:
-        """Seconds since the beginning, without one part."""
-        return time.monotonic() - self._begun - self.times.get(f"perf/{part}_seconds", 0.0)
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Context that measures a part."""
+        self._last = time.monotonic()
+        yield
+        self(name)
+
+    def seconds_without(self, *parts: str) -> float:
+        """Seconds since the beginning, without these parts."""
+        seconds = time.monotonic() - self._begun
+        return seconds - sum(self.times.get(f"perf/{part}_seconds", 0.0) for part in parts)
 
 
 def _check_rows(config: RunConfig) -> None:

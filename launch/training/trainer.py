@@ -254,16 +254,19 @@ class Trainer(TrainedModel):
         prepared_values = self.critic.prepare(cut, values, returns) if self.critic else None
         return PreparedBatch(batch=cut, plan=plan, scores=scores, estimated=estimated, values=prepared_values)
 
-    def attribution(self, prepared: PreparedBatch) -> Attribution | None:
-        """Attribution of the mismatch to the policy's parameters, equal on all ranks; None unless it is due.
+    @property
+    def is_attribution_due(self) -> bool:
+        """Whether ``--attribution-interval`` asks for the attribution of the batch that the next step begins."""
+        interval = self.config.logging.attribution_interval
+        return interval is not None and self.iteration % interval < self.config.updates_per_rollout
+
+    def attribution(self, prepared: PreparedBatch) -> Attribution:
+        """Attribution of the mismatch to the policy's parameters, equal on all ranks.
 
         Call it before the first update on the batch: the trainer still has the weights that the engine got.
         """
         logging = self.config.logging
         local = prepared.batch.local
-        interval = logging.attribution_interval
-        if interval is None or self.iteration % interval >= self.config.updates_per_rollout:
-            return None
         phases.enter(f"the attribution of step {self.iteration + 1}")
         self.gather_weights()
         train = self.score(prepared.batch) if self.correction.corrects_in_loss else local.train_log_probs
