@@ -148,17 +148,71 @@ class _Run:
         self.profiling(self.trainer.iteration)
 
     def use_rollout_batch(self) -> None:
-        """Sample one batch, and make its optimizer steps with reports and saves; a signal ends it early."""
+        """Sample one rollout batch, and make its optimizer steps with reports and saves; a signal ends it early."""
+        trainer = self.trainer
+        collector = self.collector
+        lap = _Laps()
+        self.weight_sync.metrics = {}
+        data_metrics = collector.data_metrics(trainer.iteration)
         try:
-            for row in self._rollout_steps():
-                self._report_step(row)
-                self.saver.on_the_way()
-                self.save_hf()
-                trim_heap(self.trainer.iteration)
-                if self.is_stopped or self.is_done:
-                    break
+            batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
         except Stopped:
             self.is_stopped = True
+            return
+        if collector.is_window_over:
+            trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
+        prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
+        lap("plan")
+        self._say_of_replay()
+        summary = summarize_rollouts(batch, self.groups, trainer.version)
+        self._look_at_rewards(summary.metrics, batch)
+        common = summary.metrics | collector.reward_metrics
+        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
+        mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
+        selection = Selection(
+            summary.responses,
+            collector.excluded,
+            num_replicas=self.config.data_parallel_size,
+            num_mini_batches=mini_batches,
+            masks_overlong=self.config.rewards.overlong == "mask",
+        )
+        nonzero: list[float] = []
+        if prepared:
+            kl_metric = self.config.advantages.kl_metric
+            nonzero, metrics = summarize(
+                prepared.scores, prepared.estimated, mini_batches, self.groups, kl_metric=kl_metric
+            )
+            common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
+            if trainer.is_attribution_due:
+                with lap.part("attribution"):
+                    self.attribution = trainer.attribution(prepared)
+                common |= self.attribution.metrics()
+            prepared = self.steps.with_signals(prepared, nonzero)
+        for update in range(self.config.updates_per_rollout):
+            mini_batch = update % mini_batches
+            with lap.part("update"):
+                metrics = self.steps.update(batch, prepared, update, mini_batch)
+            if update == 0:
+                seconds = lap.seconds_without("eval", "attribution")
+                common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
+            self._say_of_replay()
+            selection.count_step(mini_batch, trainer.accepted if prepared else None)
+            if update == self.config.updates_per_rollout - 1:
+                metrics |= selection.metrics(knows_versions=trainer.version is not None)
+            self.distributions = summary.distributions
+            # A correction in the loss has no metrics if its step was left out before the schedule.
+            if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
+                self.distributions = self.distributions | trainer.distributions(prepared)
+            self.log_probs.after_update(prepared, update, mini_batch)
+            if nonzero:
+                metrics["reward/nonzero_advantages"] = nonzero[mini_batch]
+            common |= trainer.batch_check.metrics
+            self._report_step(common | metrics | lap.times)
+            self.saver.on_the_way()
+            self.save_hf()
+            trim_heap(trainer.iteration)
+            if self.is_stopped or self.is_done:
+                break
 
     def save(self) -> None:
         """Make the last save; tell the launcher that nothing can be lost any more."""
@@ -200,63 +254,6 @@ class _Run:
             self._say(note)
             with suppress(Stopped):
                 self.weight_sync()
-
-    def _rollout_steps(self) -> Iterator[dict[str, float]]:
-        """Sample one rollout batch, and yield the metrics of each of its optimizer steps."""
-        trainer = self.trainer
-        collector = self.collector
-        lap = _Laps()
-        self.weight_sync.metrics = {}
-        data_metrics = collector.data_metrics(trainer.iteration)
-        batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
-        if collector.is_window_over:
-            trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
-        prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
-        lap("plan")
-        self._say_of_replay()
-        summary = summarize_rollouts(batch, self.groups, trainer.version)
-        self._look_at_rewards(summary.metrics, batch)
-        common = summary.metrics | collector.reward_metrics
-        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
-        mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
-        selection = Selection(
-            summary.responses,
-            collector.excluded,
-            num_replicas=self.config.data_parallel_size,
-            num_mini_batches=mini_batches,
-            masks_overlong=self.config.rewards.overlong == "mask",
-        )
-        nonzero: list[float] = []
-        if prepared:
-            kl_metric = self.config.advantages.kl_metric
-            nonzero, metrics = summarize(
-                prepared.scores, prepared.estimated, mini_batches, self.groups, kl_metric=kl_metric
-            )
-            common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
-            if trainer.is_attribution_due:
-                with lap.part("attribution"):
-                    self.attribution = trainer.attribution(prepared)
-                common |= self.attribution.metrics()
-            prepared = self.steps.with_signals(prepared, nonzero)
-        for update in range(self.config.updates_per_rollout):
-            with lap.part("update"):
-                metrics = self.steps.update(batch, prepared, update, update % mini_batches)
-            if update == 0:
-                seconds = lap.seconds_without("eval", "attribution")
-                common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
-            self._say_of_replay()
-            selection.count_step(update % mini_batches, trainer.accepted if prepared else None)
-            if update == self.config.updates_per_rollout - 1:
-                metrics |= selection.metrics(knows_versions=trainer.version is not None)
-            self.distributions = summary.distributions
-            # A correction in the loss has no metrics if its step was left out before the schedule.
-            if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
-                self.distributions = self.distributions | trainer.distributions(prepared)
-            self.log_probs.after_update(prepared, update, update % mini_batches)
-            if nonzero:
-                metrics["reward/nonzero_advantages"] = nonzero[update % mini_batches]
-            common |= trainer.batch_check.metrics
-            yield common | metrics | lap.times
 
     def _look_at_rewards(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
         """Say once if all rewards of many rollout batches are equal."""
