@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -27,7 +27,7 @@ from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollout
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch, TeacherInput
 from megatron_rc.launch.rollouts.samples import bad_folder
-from megatron_rc.launch.rollouts.scheduler import RolloutScheduler, WeightSync
+from megatron_rc.launch.rollouts.scheduler import RolloutScheduler
 from megatron_rc.launch.rollouts.teacher_prompts import teacher_rows
 from megatron_rc.launch.rollouts.teacher_scores import RecordedTeacher, ServedTeacher, make_teacher
 from megatron_rc.launch.run_config import RunConfig
@@ -114,36 +114,6 @@ class RolloutCollector:
     def _default_engine(self) -> RolloutEngine:
         return make_engine(self.config, self.task.text, self.replica)
 
-    @property
-    def is_window_over(self) -> bool:
-        """Whether the next batches are sampled by the weights of the last batch's step."""
-        return self.scheduler.is_window_over
-
-    def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
-        """The rollout batch that starts at optimizer step ``step``; also syncs the engines' weights when it is time.
-
-        ``lap`` is called with the name of each phase when it ends; see :meth:`RolloutScheduler.next_batch`.
-
-        Raises:
-            RunError: on every rank: no response has a score, or more than half were dropped.
-        """
-        if self.open_rollouts is not None:
-            self.open_rollouts.forget_before(step)
-
-        def collect(step: int) -> RolloutBatch:
-            batch = self.collect(step)
-            self._check_scores(step)
-            lap("rollout")
-            if self.config.engine.rollout_colocate:
-                self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
-            return batch
-
-        return self.scheduler.next_batch(step, collect, weight_sync, lap)
-
-    def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
-        """Order again what the ended run was sampling; see :meth:`RolloutScheduler.go_on`."""
-        self.scheduler.go_on(step, version, weight_sync)
-
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
 
@@ -156,7 +126,12 @@ class RolloutCollector:
         return self.publisher(chunks, version)
 
     def collect(self, step: int) -> RolloutBatch:
-        """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks."""
+        """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.
+
+        With ``--rollout-colocate`` the engine sleeps afterwards.
+        """
+        if self.open_rollouts is not None:
+            self.open_rollouts.forget_before(step)
         if not self.is_engine_rank:
             self.scheduler.forget(step)
         what = f"the rollout of step {step}"
@@ -179,6 +154,8 @@ class RolloutCollector:
         if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
             _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
             self._said_experts = True
+        if self.config.engine.rollout_colocate:
+            self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
         return shared
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
@@ -284,8 +261,8 @@ class RolloutCollector:
         self._teacher.save(scores, step)
         return dataclasses.replace(sampled, teacher_input=scores)
 
-    def _check_scores(self, step: int) -> None:
-        """Raise RunError if no response of the batch has a score, or more than half were dropped."""
+    def check_scores(self, step: int) -> None:
+        """Raise RunError on every rank if no response of the batch has a score, or more than half were dropped."""
         num_responses = self.config.rollouts.sequences
         num_errors = int(self.reward_metrics.get("reward/errors", 0))
         num_dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))

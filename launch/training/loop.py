@@ -144,30 +144,41 @@ class _Run:
         if self.trainer.iteration:
             self._say(f"goes on from checkpoint {self.trainer.iteration} of {self.config.checkpoints.load}")
         with suppress(Stopped):  # the signal stops the first batch too
-            self.weight_sync.go_on()
+            self._order_unfinished()
         self.profiling(self.trainer.iteration)
 
     def use_rollout_batch(self) -> None:
         """Sample one rollout batch, and make its optimizer steps with reports and saves; a signal ends it early."""
         trainer = self.trainer
         collector = self.collector
-        lap = _Laps()
-        self.weight_sync.metrics = {}
-        data_metrics = collector.data_metrics(trainer.iteration)
+        laps = _Laps()
+        step = trainer.iteration
+        data_metrics = collector.data_metrics(step)
+        sync_metrics: dict[str, float] = {}
+        turn = collector.scheduler.turn(step, evaluates=self.weight_sync.is_evaluation_due)
         try:
-            batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
+            if turn.syncs_before:
+                sync_metrics = self._sync(laps)
+            collector.scheduler.order(turn.orders_before)
+            with laps.part("rollout"):
+                batch = collector.collect(step)
+                collector.check_scores(step)
+            if turn.syncs_after:
+                sync_metrics = self._sync(laps)
+            collector.scheduler.order(turn.orders_after)
         except Stopped:
             self.is_stopped = True
             return
-        if collector.is_window_over:
-            trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
-        prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
-        lap("plan")
+
+        with laps.part("plan"):
+            if turn.begins_window:
+                trainer.sampling_weights.keep(trainer.chunks, step)
+            prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
         self._say_of_replay()
         summary = summarize_rollouts(batch, self.groups, trainer.version)
         self._look_at_rewards(summary.metrics, batch)
         common = summary.metrics | collector.reward_metrics
-        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
+        common |= trainer.rewards.metrics() | sync_metrics | data_metrics
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
         selection = Selection(
             summary.responses,
@@ -184,16 +195,16 @@ class _Run:
             )
             common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             if trainer.is_attribution_due:
-                with lap.part("attribution"):
+                with laps.part("attribution"):
                     self.attribution = trainer.attribution(prepared)
                 common |= self.attribution.metrics()
             prepared = self.steps.with_signals(prepared, nonzero)
         for update in range(self.config.updates_per_rollout):
             mini_batch = update % mini_batches
-            with lap.part("update"):
+            with laps.part("update"):
                 metrics = self.steps.update(batch, prepared, update, mini_batch)
             if update == 0:
-                seconds = lap.seconds_without("eval", "attribution")
+                seconds = laps.seconds_without("eval", "attribution")
                 common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
             self._say_of_replay()
             selection.count_step(mini_batch, trainer.accepted if prepared else None)
@@ -207,12 +218,29 @@ class _Run:
             if nonzero:
                 metrics["reward/nonzero_advantages"] = nonzero[mini_batch]
             common |= trainer.batch_check.metrics
-            self._report_step(common | metrics | lap.times)
+            self._report_step(common | metrics | laps.times)
             self.saver.on_the_way()
             self.save_hf()
             trim_heap(trainer.iteration)
             if self.is_stopped or self.is_done:
                 break
+
+    def _sync(self, laps: _Laps) -> dict[str, float]:
+        """Send the trainer's weights to the engines, and evaluate them if that is due; returns metrics of the sync."""
+        with laps.part("sync"):
+            metrics = self.weight_sync.sync()
+        if self.weight_sync.is_evaluation_due:
+            with laps.part("eval"):
+                self.weight_sync.evaluate()
+        return metrics
+
+    def _order_unfinished(self) -> None:
+        """Sample the rollouts again that a checkpoint left unfinished, from the weights that they were sampled from."""
+        scheduler = self.collector.scheduler
+        unfinished = scheduler.go_on(self.trainer.iteration, self.trainer.sampling_weights.version)
+        if unfinished:
+            self.weight_sync.sync_sampling_weights()
+            scheduler.order(unfinished)
 
     def save(self) -> None:
         """Make the last save; tell the launcher that nothing can be lost any more."""
@@ -250,10 +278,11 @@ class _Run:
 
     def _evaluate_last(self, note: str) -> None:
         """Give the engines the last weights and evaluate them, if ``--eval-interval`` asks for that."""
-        if self.weight_sync.is_wanted and not self.is_stopped:
+        if self.weight_sync.is_evaluation_due and not self.is_stopped:
             self._say(note)
             with suppress(Stopped):
-                self.weight_sync()
+                self.weight_sync.sync()
+                self.weight_sync.evaluate()
 
     def _look_at_rewards(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
         """Say once if all rewards of many rollout batches are equal."""
@@ -308,20 +337,13 @@ class _Laps:
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
         self._begun = time.monotonic()
-        self._last = self._begun
-
-    def __call__(self, part: str) -> None:
-        """End a part."""
-        now = time.monotonic()
-        self.times[f"perf/{part}_seconds"] = now - self._last
-        self._last = now
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Context that measures a part."""
-        self._last = time.monotonic()
+        """Context that measures a part; the time of an earlier part of that name is replaced."""
+        begun = time.monotonic()
         yield
-        self(name)
+        self.times[f"perf/{name}_seconds"] = time.monotonic() - begun
 
     def seconds_without(self, *parts: str) -> float:
         """Seconds since the beginning, without these parts."""

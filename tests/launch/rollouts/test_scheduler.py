@@ -45,6 +45,36 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(tmp_path, is_elsewhere
     assert seen == [*((step, not is_elsewhere) for step in (4, 6, 8, 9)), (3, True)]
 
 
+def turns(made, steps, *, evaluates=False):
+    """For each step, whether weights are sent before and after its batch, and whether it begins a window."""
+    seen = []
+    for step in steps:
+        turn = made.turn(step, evaluates=evaluates)
+        assert turn.orders_before == []
+        made.take(step)
+        made.order(turn.orders_after)
+        seen.append((turn.syncs_before, turn.syncs_after, turn.begins_window))
+    return seen
+
+
+FRESH = (True, False, True)
+WITHIN = (False, False, False)
+LAST = (False, True, True)
+
+
+def test_weights_change_when_the_last_batch_of_a_window_is_there(tmp_path):
+    """Two batches ahead, nine steps: the last window has nothing to follow, and is ended for an evaluation alone."""
+    made = scheduler(tmp_path, abs, is_elsewhere=False)
+    assert turns(made, range(7)) == [FRESH, WITHIN, LAST, WITHIN, LAST, WITHIN, LAST]
+    assert turns(made, [7]) == [WITHIN]
+    assert turns(made, [8], evaluates=True) == [LAST]
+    again = scheduler(tmp_path, abs, is_elsewhere=False)
+    assert again.go_on(step=7, version=6) == [7, 8]
+    again.order([7, 8])
+    assert turns(again, [7, 8]) == [WITHIN, (False, False, True)]
+    assert scheduler(tmp_path, abs, is_elsewhere=False).go_on(step=6, version=-1) == []
+
+
 def test_closing_drops_what_waits_and_leaves_a_batch_that_does_not_end(tmp_path, monkeypatch):
     """An error of the trainer is not kept back by it."""
     monkeypatch.setattr(work_threads, "GRACE_SECONDS", 0.01)
