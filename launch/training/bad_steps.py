@@ -9,17 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rc.launch.errors import RunError
-from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.collector import CollectedBatch, RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
-from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checks.step_checks import BadStepError
 from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
-from megatron_rc.records.rollout import RolloutBatch
 
 _log = logging.getLogger("megatron_rc")
 
@@ -41,17 +38,17 @@ class BadSteps:
         has_other_terms = loss.entropy_coef or loss.kl_coef or loss.distils or config.has_auxiliary_losses
         self._skips_without_signal = config.guards.skip_steps_without_signal and not has_other_terms
 
-    def prepare(
-        self, batch: RolloutBatch, baselines: Tensor | None = None, teacher_input: TeacherInput | None = None
-    ) -> PreparedBatch | None:
+    def prepare(self, collected: CollectedBatch) -> PreparedBatch | None:
         """Prepare a batch for its steps; None if ``--bad-steps skip`` leaves them out.
 
         Raises BadStepError on every rank, with ``--bad-steps stop``.
         """
         try:
-            return self.trainer.prepare(batch, baselines, teacher_input)
+            return self.trainer.prepare(
+                collected.batch, baselines=collected.baselines, teacher_input=collected.teacher_input
+            )
         except BadStepError as error:
-            self._write(batch, self.trainer.iteration, error)
+            self._write(collected, self.trainer.iteration, error)
             self._judge(error)
             return None
 
@@ -66,7 +63,7 @@ class BadSteps:
         return dataclasses.replace(prepared, without_signal=without_signal)
 
     def update(
-        self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
+        self, collected: CollectedBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
     ) -> dict[str, float]:
         """Make the step after ``update`` earlier ones on the batch, or leave it out; return its metrics.
 
@@ -78,7 +75,7 @@ class BadSteps:
         try:
             metrics = self.trainer.update(prepared, mini_batch)
         except BadStepError as error:
-            self._write(batch, self.trainer.iteration - update, error)
+            self._write(collected, self.trainer.iteration - update, error)
             self._judge(error)
             return self.trainer.skip(is_bad=True)
         if "grad_norm" not in metrics and not self._was_without_signal:
@@ -156,12 +153,12 @@ class BadSteps:
         if dist.get_rank() == 0:
             _log.warning("%s; left out by --bad-steps skip, the batch is in %s", error, self.folder)
 
-    def _write(self, batch: RolloutBatch, step: int, error: BadStepError) -> None:
+    def _write(self, collected: CollectedBatch, step: int, error: BadStepError) -> None:
         """Write each replica's batch in the format of ``--load-rollouts``, named by its first step, and the error."""
         if not self.collector.is_engine_rank:
             return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.trainer.iteration + 1, "error": str(error)}
-        batch = dataclasses.replace(batch, routed_experts=self.collector.routed_experts)
+        batch = dataclasses.replace(collected.batch, routed_experts=collected.routed_experts)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_rollouts(batch, self.folder, step, self.collector.replica)

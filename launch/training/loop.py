@@ -161,8 +161,8 @@ class _Run:
                 sync_metrics = self._sync(laps)
             collector.scheduler.order(turn.orders_before)
             with laps.part("rollout"):
-                batch = collector.collect(step)
-                collector.check_scores(step)
+                collected = collector.collect(step)
+                collector.check_scores(collected, step)
             if turn.syncs_after:
                 sync_metrics = self._sync(laps)
             collector.scheduler.order(turn.orders_after)
@@ -173,16 +173,16 @@ class _Run:
         with laps.part("plan"):
             if turn.begins_window:
                 trainer.sampling_weights.keep(trainer.chunks, step)
-            prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
+            prepared = self.steps.prepare(collected)
         self._say_of_replay()
-        summary = summarize_rollouts(batch, self.groups, trainer.version)
-        self._look_at_rewards(summary.metrics, batch)
-        common = summary.metrics | collector.reward_metrics
+        summary = summarize_rollouts(collected.batch, self.groups, trainer.version)
+        self._look_at_rewards(summary.metrics, collected.batch)
+        common = summary.metrics | collected.reward_metrics
         common |= trainer.rewards.metrics() | sync_metrics | data_metrics
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
         selection = Selection(
             summary.responses,
-            collector.excluded,
+            collected.excluded,
             num_replicas=self.config.data_parallel_size,
             num_mini_batches=mini_batches,
             masks_overlong=self.config.rewards.overlong == "mask",
@@ -202,7 +202,7 @@ class _Run:
         for update in range(self.config.updates_per_rollout):
             mini_batch = update % mini_batches
             with laps.part("update"):
-                metrics = self.steps.update(batch, prepared, update, mini_batch)
+                metrics = self.steps.update(collected, prepared, update, mini_batch)
             if update == 0:
                 seconds = laps.seconds_without("eval", "attribution")
                 common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds

@@ -220,10 +220,11 @@ def run_flat(words, flat, alone):
     left = {}
 
     def collected(self, step):
-        batch = collect(self, step)
-        rewards = torch.arange(len(batch.rewards)).remainder(2).float()
+        result = collect(self, step)
+        rewards = torch.arange(len(result.batch.rewards)).remainder(2).float()
         is_flat = step in flat or (step in alone and self.replica == 0)
-        return dataclasses.replace(batch, rewards=torch.ones_like(rewards) if is_flat else rewards)
+        batch = dataclasses.replace(result.batch, rewards=torch.ones_like(rewards) if is_flat else rewards)
+        return dataclasses.replace(result, batch=batch)
 
     def watched(self, prepared, mini_batch):
         before = state_of(self)

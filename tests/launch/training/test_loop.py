@@ -182,7 +182,7 @@ def run_broken(words, fault):
     collector = RolloutCollector(config, task, groups, engine)
     trainer = Trainer(config, groups)
     collector.sync_weights(trainer.chunks, 0)
-    batch = collector.collect(0)
+    batch = collector.collect(0).batch
     return batch.rollout_log_probs[batch.response_mask].sum().item()
 
 
