@@ -36,7 +36,7 @@ from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
 from megatron_rc.launch.training.reporting.sources import in_one_line, sources_of
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
-from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.launch.training.trainer import Outcome, Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
 from megatron_rc.launch.training.when_to_save import CheckpointSaves
 from megatron_rc.measures.histogram import Distribution
@@ -202,12 +202,13 @@ class _Run:
         for update in range(self.config.updates_per_rollout):
             mini_batch = update % mini_batches
             with laps.part("update"):
-                metrics = self.steps.update(collected, prepared, update, mini_batch)
+                result = self.steps.update(collected, prepared, update, mini_batch)
             if update == 0:
                 seconds = laps.seconds_without("eval", "attribution")
                 common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
             self._say_of_replay()
-            selection.count_step(mini_batch, trainer.accepted if prepared else None)
+            selection.count_step(mini_batch, result.accepted)
+            metrics = result.metrics
             if update == self.config.updates_per_rollout - 1:
                 metrics |= selection.metrics(knows_versions=trainer.version is not None)
             self.distributions = summary.distributions
@@ -218,7 +219,7 @@ class _Run:
             if nonzero:
                 metrics["reward/nonzero_advantages"] = nonzero[mini_batch]
             common |= trainer.batch_check.metrics
-            self._report_step(common | metrics | laps.times)
+            self._report_step(common | metrics | laps.times, result.outcome)
             self.saver.on_the_way()
             self.save_hf()
             trim_heap(trainer.iteration)
@@ -296,7 +297,7 @@ class _Run:
         if line is not None:
             self._say(line)
 
-    def _report_step(self, row: dict[str, float]) -> None:
+    def _report_step(self, row: dict[str, float], outcome: Outcome) -> None:
         """Report a step that was made or left out; all ranks learn whether the run stops.
 
         Raises:
@@ -311,7 +312,7 @@ class _Run:
             self.guard = self.guards.step(step, reported)
             # The condition may tell of a ruined model: the user goes on from an older checkpoint.
             self.trainer.writer.keeps_older = self.guard is not None
-        self.steps.check(row)
+        self.steps.check(outcome, row)
         self.profiling(step)
 
         batch_check = self.trainer.batch_check

@@ -216,7 +216,7 @@ def train_on_rejected(words, off):
     rate = trainer.optimizer.param_groups[0]["lr"]
     batch = recorded_batch(1)
     prepared = trainer.prepare(replace(batch, rollout_log_probs=batch.rollout_log_probs - off))
-    metrics = [trainer.update(prepared, 0) for _ in range(trainer.config.updates_per_rollout)][-1]
+    metrics = [trainer.update(prepared, 0).metrics for _ in range(trainer.config.updates_per_rollout)][-1]
     same = equal(state, weights_of(trainer.chunks))
     same &= equal(moments, tensors_of(trainer.optimizer.state_dict()))
     return same and rate == trainer.optimizer.param_groups[0]["lr"], metrics, len(moments)
