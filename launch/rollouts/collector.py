@@ -114,11 +114,8 @@ class RolloutCollector:
                 rollouts.load_rollouts, length, rollouts.sequences, rollouts.grpo_prompts_per_step
             )
             return
-        self.engine = engine or self._default_engine()
+        self.engine = engine or make_engine(self.config, self.task.text, self.replica)
         self.sampler = RolloutSampler(self.config, self.task, self.engine, self.replica, self.open_rollouts)
-
-    def _default_engine(self) -> RolloutEngine:
-        return make_engine(self.config, self.task.text, self.replica)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.

@@ -260,6 +260,8 @@ class Trainer(TrainedModel):
                 values=values,
                 baselines=baselines,
             )
+            # The criterion opsm needs the signs of the advantages before the plan. Estimators that need the correction
+            # estimate again below, when it is known.
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
 
@@ -372,7 +374,6 @@ class Trainer(TrainedModel):
 
     def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> StepResult:
         """Make the policy's step, unless one of five reasons, checked as soon as each is known, leaves it out."""
-        self.kept_log_probs = []
         critic = self.config.critic
         # 1. The critic alone learns in the first steps of the run.
         if critic is not None and self.iteration < critic.num_critic_only_steps:
@@ -436,18 +437,16 @@ class Trainer(TrainedModel):
         return {"lr": self.learning_rate} | {name: float(count) for name, count in counts.items()}
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
-        """Compute the final gradients of one mini-batch in the model's buffers; makes no optimizer step.
+        """Compute the final gradients of one mini-batch, which the plan does not skip; makes no optimizer step.
 
         Returns:
-            Metrics of the loss and of a correction in the loss, equal on all ranks. None if no token is accepted, so
-            that the step must not be made; a correction in the loss finds this only after the schedule.
+            Metrics of the loss and of a correction in the loss, equal on all ranks. None if the correction in the loss
+            accepts no token, so that the step must not be made.
 
         Raises:
             BadStepError: see :meth:`update`.
         """
         self.kept_log_probs = []
-        if prepared.plan.skips(mini_batch):
-            return None
         self.clear_gradients()
         self.correction.num_training_tokens = []
         cuts = prepared.batch.cuts[mini_batch]

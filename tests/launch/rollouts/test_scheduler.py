@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.rollouts import work_threads
+from megatron_rc.launch.rollouts import collector, work_threads
 from megatron_rc.launch.rollouts.collector import RolloutCollector, check_versions
 from megatron_rc.launch.rollouts.scheduler import RolloutScheduler
 from tests.support.ranks import Layout, RankFailure
@@ -171,7 +171,7 @@ def run_with(words, engine, watch=lambda engines, iteration: None):
     engines = []
     update = Trainer.update
 
-    def make(_):
+    def make(*_):
         engines.append(engine())
         return engines[-1]
 
@@ -180,7 +180,7 @@ def run_with(words, engine, watch=lambda engines, iteration: None):
         return update(trainer, prepared, mini_batch)
 
     with (
-        mock.patch.object(RolloutCollector, "_default_engine", make),
+        mock.patch.object(collector, "make_engine", make),
         mock.patch.object(Trainer, "update", watched),
         # The engine has no model that could agree.
         mock.patch.object(SyncCheck, "__call__", return_value={}),
