@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.ending import tell_ending
 from megatron_rc.launch.errors import RunError, one_line
-from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.collector import CollectedBatch, RolloutCollector
+from megatron_rc.launch.rollouts.scheduler import Turn
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
@@ -22,7 +23,7 @@ from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.attribution import drawn
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
-from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
+from megatron_rc.launch.training.batches.rollout_metrics import RolloutSummary, summarize_rollouts
 from megatron_rc.launch.training.batches.selection import Selection
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
 from megatron_rc.launch.training.checks.equal_rewards import EqualRewards
@@ -36,7 +37,7 @@ from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
 from megatron_rc.launch.training.reporting.sources import in_one_line, sources_of
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
-from megatron_rc.launch.training.trainer import Outcome, Trainer
+from megatron_rc.launch.training.trainer import Outcome, PreparedBatch, Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
 from megatron_rc.launch.training.when_to_save import CheckpointSaves
 from megatron_rc.measures.histogram import Distribution
@@ -130,6 +131,11 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     @property
+    def _mini_batches(self) -> int:
+        """Number of mini-batches of a rollout batch."""
+        return self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
+
+    @property
     def is_kept(self) -> bool:
         """Whether no step is lost when the run ends."""
         return self.is_done or bool(self.config.checkpoints.save)
@@ -150,22 +156,12 @@ class _Run:
     def use_rollout_batch(self) -> None:
         """Sample one rollout batch, and make its optimizer steps with reports and saves; a signal ends it early."""
         trainer = self.trainer
-        collector = self.collector
-        laps = _Laps()
         step = trainer.iteration
-        data_metrics = collector.data_metrics(step)
-        sync_metrics: dict[str, float] = {}
-        turn = collector.scheduler.turn(step, evaluates=self.weight_sync.is_evaluation_due)
+        laps = _Laps()
+        turn = self.collector.scheduler.turn(step, evaluates=self.weight_sync.is_evaluation_due)
+        data_metrics = self.collector.data_metrics(step)
         try:
-            if turn.syncs_before:
-                sync_metrics = self._sync(laps)
-            collector.scheduler.order(turn.orders_before)
-            with laps.part("rollout"):
-                collected = collector.collect(step)
-                collector.check_scores(collected, step)
-            if turn.syncs_after:
-                sync_metrics = self._sync(laps)
-            collector.scheduler.order(turn.orders_after)
+            collected, sync_metrics = self._collect(step, turn, laps)
         except Stopped:
             self.is_stopped = True
             return
@@ -175,56 +171,51 @@ class _Run:
                 trainer.sampling_weights.keep(trainer.chunks, step)
             prepared = self.steps.prepare(collected)
         self._say_of_replay()
+
         summary = summarize_rollouts(collected.batch, self.groups, trainer.version)
         self._look_at_rewards(summary.metrics, collected.batch)
-        common = summary.metrics | collected.reward_metrics
-        common |= trainer.rewards.metrics() | sync_metrics | data_metrics
-        mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
-        selection = Selection(
-            summary.responses,
-            collected.excluded,
-            num_replicas=self.config.data_parallel_size,
-            num_mini_batches=mini_batches,
-            masks_overlong=self.config.rewards.overlong == "mask",
-        )
-        nonzero: list[float] = []
-        if prepared:
-            kl_metric = self.config.advantages.kl_metric
-            nonzero, metrics = summarize(
-                prepared.scores, prepared.estimated, mini_batches, self.groups, kl_metric=kl_metric
+        batch_metrics = summary.metrics | collected.reward_metrics
+        batch_metrics |= trainer.rewards.metrics() | sync_metrics | data_metrics
+        nonzero_advantages: list[float] = []
+        if prepared is not None:
+            nonzero_advantages, metrics = summarize(
+                prepared.scores,
+                prepared.estimated,
+                self._mini_batches,
+                self.groups,
+                kl_metric=self.config.advantages.kl_metric,
             )
-            common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
+            batch_metrics |= prepared.plan.metrics() | metrics | trainer.routing_metrics
             if trainer.is_attribution_due:
                 with laps.part("attribution"):
                     self.attribution = trainer.attribution(prepared)
-                common |= self.attribution.metrics()
-            prepared = self.steps.with_signals(prepared, nonzero)
-        for update in range(self.config.updates_per_rollout):
-            mini_batch = update % mini_batches
-            with laps.part("update"):
-                result = self.steps.update(collected, prepared, update, mini_batch)
-            if update == 0:
-                seconds = laps.seconds_without("eval", "attribution")
-                common["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
-            self._say_of_replay()
-            selection.count_step(mini_batch, result.accepted)
-            metrics = result.metrics
-            if update == self.config.updates_per_rollout - 1:
-                metrics |= selection.metrics(knows_versions=trainer.version is not None)
-            self.distributions = summary.distributions
-            # A correction in the loss has no metrics if its step was left out before the schedule.
-            if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
-                self.distributions = self.distributions | trainer.distributions(prepared)
-            self.log_probs.after_update(prepared, update, mini_batch)
-            if nonzero:
-                metrics["reward/nonzero_advantages"] = nonzero[mini_batch]
-            common |= trainer.batch_check.metrics
-            self._report_step(common | metrics | laps.times, result.outcome)
-            self.saver.on_the_way()
-            self.save_hf()
-            trim_heap(trainer.iteration)
-            if self.is_stopped or self.is_done:
-                break
+                batch_metrics |= self.attribution.metrics()
+            prepared = self.steps.with_signals(prepared, nonzero_advantages)
+
+        self._make_steps(collected, prepared, summary, batch_metrics, nonzero_advantages, laps)
+
+    def _collect(self, step: int, turn: Turn, laps: _Laps) -> tuple[CollectedBatch, dict[str, float]]:
+        """Collect the batch that starts at ``step``, with the weight syncs and the orders of its turn.
+
+        Returns:
+            The batch, and the metrics of the sync; these are empty if no weights were sent.
+
+        Raises:
+            RunError: on every rank, if too few responses can be used.
+            Stopped: on every rank, if one of them was told to stop.
+        """
+        scheduler = self.collector.scheduler
+        sync_metrics: dict[str, float] = {}
+        if turn.syncs_before:
+            sync_metrics = self._sync(laps)
+        scheduler.order(turn.orders_before)
+        with laps.part("rollout"):
+            collected = self.collector.collect(step)
+            self.collector.check_scores(collected, step)
+        if turn.syncs_after:
+            sync_metrics = self._sync(laps)
+        scheduler.order(turn.orders_after)
+        return collected, sync_metrics
 
     def _sync(self, laps: _Laps) -> dict[str, float]:
         """Send the trainer's weights to the engines, and evaluate them if that is due; returns metrics of the sync."""
@@ -234,6 +225,58 @@ class _Run:
             with laps.part("eval"):
                 self.weight_sync.evaluate()
         return metrics
+
+    def _make_steps(
+        self,
+        collected: CollectedBatch,
+        prepared: PreparedBatch | None,
+        summary: RolloutSummary,
+        batch_metrics: dict[str, float],
+        nonzero_advantages: Sequence[float],
+        laps: _Laps,
+    ) -> None:
+        """Make the optimizer steps of a rollout batch, each with its report and its saves.
+
+        If all steps are left out, ``prepared`` is None and ``nonzero_advantages`` is empty; else it has, for each
+        mini-batch, the share of its responses that have an advantage. ``batch_metrics`` belong to every step's row.
+        """
+        trainer = self.trainer
+        num_updates = self.config.updates_per_rollout
+        selection = Selection(
+            summary.responses,
+            collected.excluded,
+            num_replicas=self.config.data_parallel_size,
+            num_mini_batches=self._mini_batches,
+            masks_overlong=self.config.rewards.overlong == "mask",
+        )
+        for update in range(num_updates):
+            mini_batch = update % self._mini_batches
+            with laps.part("update"):
+                result = self.steps.update(collected, prepared, update, mini_batch)
+            if update == 0:
+                seconds = laps.seconds_without("eval", "attribution")
+                batch_metrics["perf/tokens_per_second"] = batch_metrics["rollout/tokens"] / seconds
+            self._say_of_replay()
+
+            batch_metrics |= trainer.batch_check.metrics
+            row = batch_metrics | result.metrics
+            selection.count_step(mini_batch, result.accepted)
+            if update == num_updates - 1:
+                row |= selection.metrics(knows_versions=trainer.version is not None)
+            self.distributions = summary.distributions
+            # A correction in the loss has no metrics if its step was left out before the schedule.
+            if prepared is not None and any(name.startswith(self.config.correction.metric_prefix) for name in row):
+                self.distributions = self.distributions | trainer.distributions(prepared)
+            self.log_probs.after_update(prepared, update, mini_batch)
+            if nonzero_advantages:
+                row["reward/nonzero_advantages"] = nonzero_advantages[mini_batch]
+            self._report_step(row | laps.times, result.outcome)
+
+            self.saver.on_the_way()
+            self.save_hf()
+            trim_heap(trainer.iteration)
+            if self.is_stopped or self.is_done:
+                break
 
     def _order_unfinished(self) -> None:
         """Sample the rollouts again that a checkpoint left unfinished, from the weights that they were sampled from."""
