@@ -20,7 +20,7 @@ def both(trainer):
 
 
 def step(trainer, index):
-    return trainer.update(trainer.prepare(share(trainer, index)), 0)
+    return trainer.update(trainer.prepare(share(trainer, index)), 0).metrics
 
 
 def train(words, begin, end, save_at=None):
@@ -213,7 +213,7 @@ def step_without_signal(words):
     trainer = make_trainer(words)
     prepared = dataclasses.replace(trainer.prepare(share(trainer, 0)), without_signal=frozenset({0}))
     before = both(trainer)
-    metrics = trainer.update(prepared, 0)
+    metrics = trainer.update(prepared, 0).metrics
     return [not equal(one, other) for one, other in zip(before, both(trainer), strict=True)], metrics
 
 

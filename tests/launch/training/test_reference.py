@@ -25,7 +25,7 @@ def batches(trainer, numbers):
         now = weights_of(trainer.reference.chunks)
         kind = "kept" if equal(now, before) else "the policy" if equal(now, policy) else "other"
         assert equal(weights_of(trainer.chunks), policy), "the policy has its own weights again"
-        results += [(kind, trainer.update(prepared, 0)) for _ in range(2)]
+        results += [(kind, trainer.update(prepared, 0).metrics) for _ in range(2)]
     return results
 
 
