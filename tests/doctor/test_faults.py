@@ -89,6 +89,23 @@ def test_log_probs_that_were_never_filled_are_unusable():
     assert [verdict.rule.name for verdict in judge(facts_of_batch(without))] == ["unusable"]
 
 
+def with_far_tokens(seed, far_tokens):
+    """24 healthy responses of 150 confident tokens; ``far_tokens`` of every second one are 1.5 nats off."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -0.02 * torch.rand(24, 150, generator=generator)
+    old = (rollout + 0.0005 * torch.randn(24, 150, generator=generator)).clamp(max=0)
+    old[::2, 70 : 70 + far_tokens] -= 1.5
+    return {"rollout_log_probs": rollout, "old_log_probs": old, "response_mask": torch.ones(24, 150) > 0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_far_tokens_make_no_stale_cache(seed):
+    """One far token of a confident position counted like fifty."""
+    for far_tokens in (1, 3):
+        assert found(with_far_tokens(seed, far_tokens)) == ["tails"]
+    assert found(with_far_tokens(seed, 75))[0] == "stale_cache"
+
+
 def with_sampling(**sampling):
     return Sampled(**made(None, 2), sampling=SamplingParams(**sampling))
 
