@@ -31,7 +31,7 @@ from megatron_rc.records.tensor_files import SUFFIXES, TORCH_SUFFIXES, read_tens
 _LARGEST = 1e30  # a larger number is no reward
 _WITHOUT_SCORES = (
     "the trainer's log-probs are a copy of the engine's, as verl's bypass mode writes them, or all 0, as NeMo-RL's "
-    "force_on_policy_ratio does; two engines that agree in every bit look the same: the distance is not known"
+    "force_on_policy_ratio does; an engine and a trainer that agree in every bit look the same: the distance is unknown"
 )
 _WITHOUT_MASK = f"the record has no {MASK[0]} and no attention_mask: every position is judged, padding too"
 

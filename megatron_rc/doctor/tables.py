@@ -209,6 +209,11 @@ def _without_metrics(names: set[Any]) -> str:
             "is TensorBoard's table of one metric without its name: replace Value in the first line by the metric's "
             "name, for example rollout_corr/k3_kl"
         )
+    if any(own_name(name) == "probs_diff_valid" for name in names if isinstance(name, str)):
+        return (
+            "has no step in which verl compared a token (training/rollout_probs_diff_valid is 0): give the "
+            "rollout_corr/ metrics, or a recorded batch"
+        )
     shown = ", ".join(sorted(map(str, names))[:5]) or "none"
     return (
         f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and others, or the names of "

@@ -10,6 +10,7 @@ import torch
 from benchmarks.study.results import read
 from benchmarks.study.settings import BONUS
 from megatron_rc import SamplingParams
+from megatron_rc.doctor.advice import Choice, effect
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.rules import BY_NAME, RULES, judge, not_looked_at
@@ -104,6 +105,21 @@ def test_a_few_far_tokens_make_no_stale_cache(seed):
     for far_tokens in (1, 3):
         assert found(with_far_tokens(seed, far_tokens)) == ["tails"]
     assert found(with_far_tokens(seed, 75))[0] == "stale_cache"
+
+
+def test_the_advice_on_far_tokens_fits_a_batch_with_one_in_every_response():
+    """An end token that the trainer does not expect: rejecting responses would leave nothing of the batch."""
+    batch = with_far_tokens(0, 0)
+    batch["old_log_probs"][:, -1] -= 6.0
+    sampled = Sampled(**batch)
+    (verdict,) = judge(facts_of_batch(sampled))
+    assert verdict.rule.name == "tails"
+    assert effect(Choice("trust_region_masking", ""), sampled).rejected_sequences == 1
+    assert effect(Choice("decoupled_token_icepop", ""), sampled).eff_sample_size > 0.9
+    first_advice, _, second_advice = verdict.rule.advice.partition("if few responses have such a token")
+    assert "decoupled_token_icepop" in first_advice
+    assert "trust_region_masking" in second_advice
+    assert "another end token" in second_advice
 
 
 def with_sampling(**sampling):

@@ -108,6 +108,12 @@ def test_a_healthy_export_of_verl_with_invalid_steps(tmp_path):
     assert not report["notes"]
 
 
+def test_a_run_in_which_verl_compared_nothing_is_unknown(tmp_path, capsys):
+    names = ("training/rollout_probs_diff_valid", "training/rollout_probs_diff_mean")
+    assert main([str(write_csv(tmp_path / "m.csv", steps(10, **dict.fromkeys(names, 0.0))))]) == UNUSABLE
+    assert "rollout_probs_diff_valid is 0" in capsys.readouterr().err
+
+
 # -- The order of the rows.
 
 RISING = k3_of([1e-4 + 3e-4 * step for step in range(1, 61)])
