@@ -189,12 +189,13 @@ def _rows_out_of_order(steps: Iterable[float]) -> int:
     """
     seen: set[float] = set()
     highest = -math.inf
-    number = 0
+    count = 0
     for step in steps:
-        number += step < highest and step not in seen
+        if step < highest and step not in seen:
+            count += 1
         seen.add(step)
         highest = max(highest, step)
-    return number
+    return count
 
 
 def _without_metrics(names: set[Any]) -> str:
