@@ -62,8 +62,24 @@ def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_th
         assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.001, 0.0)
 
 
-def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
+def slimes_settings(tmp_path):
+    """Flags that name a file of slime whose correction is switched off."""
+    path = tmp_path / "mis.yaml"
+    path.write_text("use_tis: false\nuse_rs: true\nrs_level: geometric\nrs_upper_bound: 1.001\n")
+    return f"--rollout-correction-config={path}", "--rollout-correction-dialect=slime"
+
+
+def test_notes_of_a_translation_are_lines_of_rank_0(tmp_path, caplog):
+    config = checked_alone(tmp_path, *slimes_settings(tmp_path), "--bad-log-probs=reject_token")
+    lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == list(config.correction.notes)
+    assert any("use_rs=True dropped: slime does nothing" in line for line in lines)
+
+
+@pytest.mark.parametrize("has_notes", [False, True])
+def test_lines_of_rank_0_are_not_the_launchers(tmp_path, monkeypatch, caplog, has_notes):
     monkeypatch.setattr("megatron_rc.launch.__main__.run_ranks", lambda words: Outcome(0))
+    words = slimes_settings(tmp_path) if has_notes else IN_THE_LOSS[0]
     with pytest.raises(SystemExit):
-        main(flags(tmp_path, *IN_THE_LOSS[0]))
+        main(flags(tmp_path, *words))
     assert not caplog.records
