@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rc.launch.checkpoint_folders import iteration_folder, latest_iteration
+from megatron_rc.launch.checkpoint_folders import existing_iteration, iteration_folder
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.megatron import FIELDS_OF_THE_MODEL
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
@@ -69,9 +69,7 @@ def _of_checkpoint(folder: str) -> RunConfig:
     """Return the settings of the newest checkpoint of a folder."""
     where = f"--teacher-load {folder}"
     try:
-        number = latest_iteration(folder)
-        if number is None:
-            raise ValueError("the folder holds no checkpoint: name another one")
+        number = existing_iteration(folder, "--teacher-load")
         return stored_config(iteration_folder(folder, number))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{where}: {error}") from error

@@ -41,6 +41,30 @@ def test_flags_override_the_launch_files_correction(tmp_path, words, fields):
     assert config.loss.algorithm == ("cispo" if "cispo" in words else "ppo_clip")
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--rollout-correction-preset=disabled", ""),
+        ("--rollout-correction-preset=disabled --rollout-is=token --rollout-is-apply", ""),
+        ("--rollout-is=sequence --rollout-is-threshold=3 --no-rollout-is-apply", ""),
+        ("--rollout-correction-preset=disabled --rollout-is=token", "--rollout-is token | the preset disabled"),
+        (
+            "--rollout-correction-preset=disabled --rollout-is-threshold=3 --rollout-token-veto-threshold=1e-4",
+            "--rollout-is-threshold 3 | --rollout-token-veto-threshold 0.0001 | the preset disabled",
+        ),
+        ("--rollout-correction-config=FILE --rollout-is=sequence", "--rollout-is sequence | the file FILE"),
+    ],
+)
+def test_weights_that_a_preset_only_measures_are_said(tmp_path, caplog, words, named):
+    (tmp_path / "measured.yaml").write_text("rollout_is: token\nrollout_is_threshold: 2.0\nrollout_is_apply: false\n")
+    path = str(tmp_path / "measured.yaml")
+    checked(tmp_path, *words.replace("FILE", path).split())
+    lines = [record.message for record in caplog.records if "only measured" in record.message]
+    assert len(lines) == bool(named)
+    assert all(part in lines[0] for part in named.replace("FILE", path).split(" | ") if part)
+    assert not lines or "--rollout-is-apply" in lines[0]
+
+
 IN_THE_LOSS = [
     ("--rollout-correction-preset=bypass_pg_is", "--rollout-is-batch-normalize"),
     ("--rollout-is-batch-normalize", "--proximal-interpolation", "--rollout-staleness=4"),
