@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.hints import unknown
-from megatron_rc.launch.flags.launch_file import read_launch_file, words_of
+from megatron_rc.launch.flags.launch_file import read_launch_file
 from megatron_rc.launch.flags.own_objects import define_own_objects
 from megatron_rc.launch.flags.parser import defaults, parser_for
 from megatron_rc.launch.run_config.options import as_typed
@@ -110,10 +110,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 def values_of_directory(folder: str, name: str) -> dict[str, Any]:
     """Return the values of flags that a Hugging Face directory describes; ``name`` is the flag that gave it."""
-    arguments: list[str] = []
-    for key, value in read_architecture(folder, name).items():
-        arguments += words_of(f"{folder}/config.json", key, value)
-    return _parsed(arguments)
+    return {key.replace("-", "_"): value for key, value in read_architecture(folder, name).items()}
 
 
 def _read_model(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:

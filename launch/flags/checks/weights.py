@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from megatron_rc.launch.errors import ConfigurationError, has_module, pip_install, require
+from megatron_rc.launch.errors import ConfigurationError, flag, has_module, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
-from megatron_rc.launch.flags.command import NONE_IF_ABSENT
-from megatron_rc.launch.run_config import RunConfig, flag_options
+from megatron_rc.launch.flags.command import NONE_IF_ABSENT, values_of_directory
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.converter import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
@@ -18,7 +19,7 @@ from megatron_rc.launch.weights.megatron_bridge import BRIDGE, is_bridged
 NO_BRIDGE = "none"
 _FOREIGN = "drop it, or train from --load-rollouts without --load-hf and --save-hf"
 # Settings of a directory that do not change the function of the model.
-_NAMES_ALONE = ("hf-model-type", "max-position-embeddings", "sliding-window")
+_NAMES_ALONE = ("hf_model_type", "max_position_embeddings", "sliding_window")
 _log = logging.getLogger("megatron_rc")
 
 
@@ -180,29 +181,20 @@ def check_other_models(config: RunConfig) -> None:
     critic = config.critic and config.critic.critic_load_hf
     if critic:
         # The value head takes the place of the output layer.
-        _check_function(config, "--critic-load-hf", critic, (*_NAMES_ALONE, "untie-embeddings-and-output-weights"))
+        _check_function(config, "--critic-load-hf", critic, (*_NAMES_ALONE, "untie_embeddings_and_output_weights"))
 
 
-def _check_function(config: RunConfig, flag: str, folder: str, ignored: Collection[str]) -> None:
-    """Refuse a directory whose model is another function than the policy's; names of ``ignored`` have dashes."""
-    words = read_architecture(folder, flag)
-    unmentioned = [name.replace("_", "-") for name in NONE_IF_ABSENT if name.replace("_", "-") not in words]
-    for name in [*words, *unmentioned]:
-        if name in ignored or name not in flag_options():
+def _check_function(config: RunConfig, directory_flag: str, folder: str, ignored: Collection[str]) -> None:
+    """Refuse a directory whose model is another function than the policy's; names of ``ignored`` have underscores."""
+    described = values_of_directory(folder, directory_flag)
+    for name in dict.fromkeys([*described, *NONE_IF_ABSENT]):
+        value = config.value_of(name.replace("_", "-"))
+        other_value = described.get(name)
+        # A switch is None if its section is absent.
+        if name in ignored or value == other_value or (value is None and other_value is False):
             continue
-        kind = flag_options()[name][1].kind
-        word = words.get(name)
-        value = config.value_of(name)
-        if word is None:
-            differs = value is not None
-        elif kind is bool:
-            # A switch is None if its section is absent.
-            differs = bool(value) != (word == "true")
-        else:
-            differs = value != kind(word)
-        if differs:
-            described = f"without --{name}" if word is None else f"with --{name} {word}"
-            raise ConfigurationError(
-                f"{flag} {folder} is a model {described}, but the policy has {value}: give a model of the "
-                "policy's architecture"
-            )
+        other_model = f"without {flag(name)}" if other_value is None else f"with {as_typed(name, other_value)}"
+        raise ConfigurationError(
+            f"{directory_flag} {folder} is a model {other_model}, but the policy has {value}: give a model of the "
+            "policy's architecture"
+        )

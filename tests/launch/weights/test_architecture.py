@@ -31,6 +31,7 @@ CONTRADICTIONS = [
     ("llama", "--rotary-base=10000", "--rotary-base 10000 contradicts --load-hf"),
     ("llama", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights contradicts"),
     ("llama", "--hf-model-type=mistral", "--hf-model-type mistral contradicts --load-hf"),
+    ("llama-biases", "--disable-bias-linear", "--disable-bias-linear contradicts --load-hf .* has False"),
     ("qwen3", "--num-experts=4", "--num-experts 4 contradicts --load-hf .* has None"),
     ("qwen3_moe", "--num-experts=8", "--num-experts 8 contradicts --load-hf .* has 4"),
     ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--no-moe-router-pre-softmax contradicts"),
@@ -53,7 +54,7 @@ def test_the_flags_that_a_file_may_leave_out_are_listed():
         unused = {"sliding-window"}  # limits the length, and changes nothing else
         if "num-experts" not in words:
             unused.add("moe-ffn-hidden-size")
-        if words["multi-latent-attention"] == "true":
+        if words["multi-latent-attention"]:
             unused.add("kv-channels")
         for flag in flags_of_files - words.keys() - unused:
             _, option = flag_options()[flag]
@@ -179,8 +180,8 @@ def test_of_two_forms_of_rotary_parameters_that_of_transformers_5_counts(
 ):
     folder = changed(folders["llama3"], tmp_path, entries)
     flags = read_architecture(folder)
-    assert float(flags["rotary-base"]) == base
-    assert flags["use-rope-scaling"] == str(scales).lower()
+    assert flags["rotary-base"] == base
+    assert flags["use-rope-scaling"] == scales
     by_transformers = transformers.AutoConfig.from_pretrained(folder).rope_parameters
     assert by_transformers["rope_theta"] == base
     assert (by_transformers["rope_type"] == "llama3") == scales
@@ -194,7 +195,7 @@ def test_of_two_forms_of_rotary_parameters_that_of_transformers_5_counts(
 
 def test_an_original_length_beside_the_rotary_parameters_counts_as_in_transformers(folders, tmp_path):
     folder = changed(folders["llama-yarn"], tmp_path, {"original_max_position_embeddings": 8})
-    assert read_architecture(folder)["yarn-original-max-position-embeddings"] == "8"
+    assert read_architecture(folder)["yarn-original-max-position-embeddings"] == 8
     by_transformers = transformers.AutoConfig.from_pretrained(folder)
     by_transformers.standardize_rope_params()  # as its rotary embeddings do before they are computed
     assert by_transformers.rope_parameters["original_max_position_embeddings"] == 8
@@ -209,7 +210,7 @@ def test_a_share_of_rotated_width_is_read_from_either_form(folders, tmp_path, ca
     ):
         caplog.clear()
         folder = changed(folders["glm4_moe"], tmp_path, entries)
-        assert float(read_architecture(folder)["rotary-percent"]) == part
+        assert read_architecture(folder)["rotary-percent"] == part
         assert transformers.AutoConfig.from_pretrained(folder).rope_parameters["partial_rotary_factor"] == part
         assert len(caplog.messages) == lines
 
@@ -249,7 +250,7 @@ def test_both_forms_of_a_config_are_the_same_flags(folders, tmp_path, name):
     flags = read_architecture(folders[name])
     assert read_architecture(changed(folders[name], tmp_path, older)) == flags
     assert flags["hf-model-type"] == MODELS[name].model_type
-    assert flags["use-rope-scaling"] == str(name == "llama3").lower()
+    assert flags["use-rope-scaling"] == (name == "llama3")
 
 
 @pytest.mark.parametrize("name", MODELS)
