@@ -47,8 +47,10 @@ def unknown(what: str, name: str) -> str:
     """
     name = name.partition("=")[0]
     if _SECTION_OF_VERL in name.lstrip("+").split("."):
-        remedy = "--rollout-correction-config FILE --rollout-correction-dialect verl"
-        return f"unknown {what} {name!r}: Hydra's overrides of the correction go into a file: {remedy}"
+        return (
+            f"unknown {what} {name!r}: Hydra's overrides of the correction go into a file: "
+            "--rollout-correction-config FILE --rollout-correction-dialect verl"
+        )
     remedy = _REMOVED.get(name.lstrip("-").removeprefix("no-").replace("_", "-"))
     if remedy is not None:
         return f"{what} {name!r} is gone: {remedy}"
