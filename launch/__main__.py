@@ -8,6 +8,7 @@ last line of the output says the reason of every code except 0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -15,7 +16,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Until torchrun listens for it, Ctrl-C ends this process without a traceback, while modules load too.
@@ -25,24 +26,24 @@ if __name__ == "__main__":
     gc.disable()
 
 from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
-from megatron_rc.launch.flags.configure import configure, processes_meant, unused_in_words
+from megatron_rc.launch.flags.configure import configure, processes_meant
 from megatron_rc.launch.flags.help import short_help, whole_help
 from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
-from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.training import CheckpointSection
-from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
+from megatron_rc.launch.standard_error import VisibleFormatter, outlast_reader, say_error, visible
 from megatron_rc.launch.train_ppo import ignore_megatron_warnings
 from megatron_rc.launch.training.reporting.config_yaml import settings_text
 
+_log = logging.getLogger("megatron_rc")
 USAGE_ERROR = 2
 TRAINER = "megatron_rc.launch.train_ppo"
 
 
 def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     """Run the module on every rank; end the process with the code and the sentence above."""
-    # Rank 0 comes to the same warnings.
-    logging.getLogger("megatron_rc").setLevel(logging.ERROR)
+    # Rank 0 comes to the same warnings, if ranks start.
+    _log.setLevel(logging.ERROR)
     gc.enable()
     command_line = sys.argv[1:] if argv is None else argv
     if not command_line:
@@ -80,11 +81,13 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         _dry_run(launcher_args, flags, meant or machines.world_sizes()[-1], num_machines)
         sys.exit(0)
     # Check every number of machines that the run may begin with; ranks check the real one.
-    for size in machines.world_sizes():
+    *other_sizes, size = machines.world_sizes()
+    for other_size in other_sizes:
+        configure(flags, other_size, folders=not launcher_args.print_config)
+    with _warnings_written() if launcher_args.print_config else contextlib.nullcontext():
         config, _ = configure(flags, size, folders=not launcher_args.print_config)
     _check_restarts(launcher_args, machines, config.checkpoints)
     if launcher_args.print_config:
-        _say_unused(config)
         sys.stdout.write(settings_text(config, Path("FILE")))
         sys.exit(0)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machines.processes)))
@@ -99,9 +102,8 @@ def _dry_run(launcher_args: argparse.Namespace, flags: Sequence[str], world_size
     """
     ignore_megatron_warnings()
     # ``missing`` is filled while ``configure`` runs. Another machine will run it: its folders and GPUs are not here.
-    with missing_packages_noted() as missing:
+    with _warnings_written(), missing_packages_noted() as missing:
         config, task = configure(flags, world_size, folders=False, elsewhere=True)
-    _say_unused(config)
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
 
@@ -110,10 +112,18 @@ def _dry_run(launcher_args: argparse.Namespace, flags: Sequence[str], world_size
     sys.stdout.write(f"{text}\n")
 
 
-def _say_unused(config: RunConfig) -> None:
-    """Print the line about flags that do nothing; in a run, rank 0 does."""
-    if config.unused:
-        sys.stderr.write(f"{visible(unused_in_words(config))}\n")
+@contextlib.contextmanager
+def _warnings_written() -> Iterator[None]:
+    """Write the warnings about flags to standard error inside the block, for a command that starts no ranks."""
+    lines = logging.StreamHandler()
+    lines.setFormatter(VisibleFormatter("%(message)s"))
+    _log.addHandler(lines)
+    _log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        _log.setLevel(logging.ERROR)
+        _log.removeHandler(lines)
 
 
 def _check_restarts(launcher_args: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_check(config: RunConfig, task: Task) -> bool:
-    """Run the check on this rank and print the findings on rank 0; return True, since there is nothing to save.
+    """Run the check on this rank and print the findings on rank 0; return True: no step can be lost (``Run``).
 
     Raises:
         RunError: on every rank: a finding does not agree; the message names it.
@@ -77,7 +77,8 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     trainer = Trainer(config, groups)
     with closing(RolloutCollector(config, task, groups)) as collector:
         collector.sync_weights(trainer.chunks, trainer.iteration)
-        batch = collector.collect(trainer.iteration)
+        collected = collector.collect(trainer.iteration)
+        batch = collected.batch
 
     configured = config.rollouts.rl_default_temperature
     temperatures = sorted({configured, *TEMPERATURES})
@@ -93,7 +94,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     findings = judge(dict(zip(temperatures, all_distances, strict=True)), configured, tolerance(config))
     findings.append(judge_tokens(task.text.size, foreign, responses, again))
     findings += judge_endings(task.text.ends, stopped, ended, inside)
-    rewards = summarize_rollouts(batch, groups).metrics | collector.reward_metrics
+    rewards = summarize_rollouts(batch, groups).metrics | collected.reward_metrics
     return findings + judge_rewards(rewards, config.rollouts.sequences)
 
 

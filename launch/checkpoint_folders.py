@@ -45,6 +45,25 @@ def latest_iteration(folder: str | Path) -> int | None:
     return int(text)
 
 
+def existing_iteration(folder: str | Path, flag: str) -> int:
+    """Return the number of the newest checkpoint.
+
+    Args:
+        folder: folder of checkpoints.
+        flag: flag that named it; the same flag with the suffix ``-hf`` takes Hugging Face directories.
+
+    Raises:
+        ValueError: as in :func:`latest_iteration`, or the folder holds no checkpoint.
+    """
+    number = latest_iteration(folder)
+    if number is not None:
+        return number
+    remedy = "name another one"
+    if (Path(folder) / "config.json").is_file():
+        remedy = f"give a Hugging Face directory as {flag}-hf {folder}"
+    raise ValueError(f"the folder holds no checkpoint: {remedy}")
+
+
 def iterations(folder: str | Path) -> list[int]:
     """Return the numbers of all checkpoints, whole or not, the oldest first."""
     names = (re.fullmatch(r"iter_(\d{7,9})", path.name) for path in Path(folder).glob("iter_*") if path.is_dir())

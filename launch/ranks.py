@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -15,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_rc.launch.ending import FOLDER, Message, messages, messages_of_ranks, signal_of_launcher
 from megatron_rc.launch.errors import ConfigurationError, one_line
 from megatron_rc.launch.lost_ranks import tell_other_machines
-from megatron_rc.launch.standard_error import say_error
+from megatron_rc.launch.standard_error import visible
 from megatron_rc.launch.stopping import SAVE_AND_END, signals_to_ranks
 
 if TYPE_CHECKING:
@@ -110,12 +111,19 @@ def _outcome(args: argparse.Namespace) -> Outcome:
     has_other_machines = int(args.nnodes.rpartition(":")[2]) > 1
     if has_other_machines:
         threading.Thread(target=_leave_when_cut_off, name="cut-off machine", daemon=True).start()
+
+    def outcome_without_ranks(number: signal.Signals) -> Outcome:
+        told = messages_of_ranks()
+        if has_other_machines and not told:
+            return Outcome(128 + number, f"stopped by {number.name} before the machines of this run came together")
+        return ended(told, num_ranks, number)
+
     try:
-        with signals_to_ranks():
+        with signals_to_ranks(lambda number: _leave(outcome_without_ranks(number))):
             torchrun.run(args)
         return ended(messages_of_ranks(), num_ranks, _signal_that_came())
     except SignalException as stop:
-        return ended(messages_of_ranks(), num_ranks, stop.sigval)
+        return outcome_without_ranks(stop.sigval)
     except ChildFailedError as error:
         outcome = failed(error.failures, messages_of_ranks(), num_ranks, _signal_that_came())
         if has_other_machines and outcome.code:
@@ -139,9 +147,16 @@ def _leave_when_cut_off() -> None:
         is_cut_off = told is not None and told.is_cut_off
         # The second time torchrun had its seconds to end, or to start the ranks again.
         if told is not None and is_cut_off and was_cut_off:
-            say_error(str(told.error))
-            shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
-            os._exit(FAILURE)
+            _leave(Outcome(FAILURE, f"error: {told.error}"))
+
+
+def _leave(outcome: Outcome) -> NoReturn:
+    """End this process with an outcome while its main thread waits in compiled code."""
+    if outcome.words:
+        sys.stderr.write(f"{visible(outcome.words)}\n")
+        sys.stderr.flush()
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+    os._exit(outcome.code)
 
 
 def _check_names(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from megatron_rc.launch import phases
@@ -29,6 +29,8 @@ _STDERR = 2
 _FAILURE = 1
 # Bytes through the pipe of the signals; no signal has these numbers.
 _END_OF_THREAD = 0
+# Seconds in which a main thread that runs Python code hears a signal.
+_HEARD_WITHIN = 2.0
 
 
 class Stopped(Exception):
@@ -50,41 +52,25 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Take the signals inside the block; in the main thread.
-
-        Python's own handlers wait until the main thread is back from compiled code, as from a collective. So the
-        system's part of the handler wakes a thread through a pipe.
-        """
+        """Take the signals inside the block; in the main thread."""
         numbers = (SAVE_AND_END, signal.SIGINT, signal.SIGHUP) if MESSAGES in os.environ else STOPPING
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._listen, args=(reader, numbers), name="signals", daemon=True)
-        thread.start()
         try:
-            yield self
+            with _heard_at_once(numbers, self._take_note):
+                before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+                try:
+                    yield self
+                finally:
+                    for number, handler in before.items():
+                        # The system's default would end this rank, which has made its last save.
+                        signal.signal(number, signal.SIG_IGN if number == SAVE_AND_END else handler)
         finally:
-            signal.set_wakeup_fd(wakeup_before)
-            for number, handler in before.items():
-                # The system's default would end this rank, which has made its last save.
-                signal.signal(number, signal.SIG_IGN if number == SAVE_AND_END else handler)
-            os.write(writer, bytes([_END_OF_THREAD]))
-            thread.join()
-            os.close(reader)
-            os.close(writer)
             if self._leave is not None:
                 self._leave.cancel()
 
-    def _listen(self, reader: int, numbers: Collection[signal.Signals]) -> None:
-        """Take note of the first of these signals; ends with the block."""
-        while (number := os.read(reader, 1)[0]) != _END_OF_THREAD:
-            # Others, with handlers of other code, come through the pipe too.
-            if number in numbers and self.signal is None:
-                self._take_note(signal.Signals(number))
-
     def _take_note(self, number: signal.Signals) -> None:
-        """Set the request, say so, and without a launcher see to it that this process leaves in time."""
+        """Set the request by the first signal, say so, and without a launcher see to it that this process leaves."""
+        if self.signal is not None:
+            return
         self.signal = (signal_of_launcher() or number.name) if number == SAVE_AND_END else number.name
         within = ""
         if MESSAGES not in os.environ:
@@ -109,10 +95,14 @@ class StopRequest:
 
 
 @contextmanager
-def signals_to_ranks() -> Iterator[None]:
+def signals_to_ranks(leave: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Pass the first signal that ends a run on to the ranks inside the block; for the launcher's main thread.
 
     Later ones have no effect. A signal that is already ignored, as under ``nohup``, stays ignored.
+
+    Args:
+        leave: ends this process; called in another thread if a signal comes while there are no ranks and the main
+            thread is in compiled code, as torchrun is while it waits for other machines, for up to ten minutes.
 
     Raises:
         SignalException: a signal came while there were no ranks.
@@ -121,31 +111,69 @@ def signals_to_ranks() -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     has_come = False
+    main_thread_heard = threading.Event()
 
-    def tell_ranks(number: int, _: object) -> None:
+    def tell_ranks(number: signal.Signals) -> None:
+        """In the thread of the signals."""
         nonlocal has_come
         if has_come:
             return
         has_come = True
-        name = signal.Signals(number).name
         # First for ranks that are started from now on, which end at once.
-        tell(stop=name)
+        tell(stop=number.name)
         ranks = psutil.Process().children()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(SAVE_AND_END)
-        if not ranks:
-            raise SignalException(f"{name} came", sigval=signal.Signals(number))
+        if not ranks and not main_thread_heard.wait(_HEARD_WITHIN):
+            leave(number)
+
+    def end_without_ranks(number: int, _: object) -> None:
+        """In the main thread."""
+        is_first = not main_thread_heard.is_set()
+        main_thread_heard.set()
+        if is_first and not psutil.Process().children():
+            raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
 
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    with _heard_at_once(before, tell_ranks):
+        try:
+            for number in before:
+                signal.signal(number, end_without_ranks)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _heard_at_once(numbers: Collection[signal.Signals], hear: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call ``hear`` in a thread with each of these signals that comes inside the block; they need Python handlers.
+
+    Python's own handlers wait until the main thread is back from compiled code, as from a collective. So the system's
+    part of the handler wakes the thread through a pipe.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while (number := os.read(reader, 1)[0]) != _END_OF_THREAD:
+            # Others, with handlers of other code, come through the pipe too.
+            if number in numbers:
+                hear(signal.Signals(number))
+
+    wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
     try:
-        for number in before:
-            signal.signal(number, tell_ranks)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.write(writer, bytes([_END_OF_THREAD]))
+        thread.join()
+        os.close(reader)
+        os.close(writer)
 
 
 def _write(words: str) -> None:

@@ -63,7 +63,7 @@ def kept_columns(support: Support, index: Tensor, columns: int) -> KeptColumns:
 
 
 def _are_sorted(ids: Tensor, support: Support) -> bool:
-    """Whether the ids of each row, [rows, k], ascend. A GPU takes the caller's word, which the support has checked."""
+    """Whether the ids of each row, [rows, k], ascend; on a GPU ``support.is_sorted``, to spare the host a wait."""
     if host_waits_for(ids):
         return support.is_sorted
     return bool((ids[:, 1:] >= ids[:, :-1]).all())

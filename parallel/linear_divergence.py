@@ -61,10 +61,10 @@ def linear_divergence(
     support_offsets: Tensor | None = None,
     support_is_sorted: bool = False,
 ) -> Tensor:
-    """Divergence of the student from the teacher, each softmax((hidden @ weightᵀ + bias) / temperature) of its own.
+    """Divergence of the student from the teacher at each token; no logits are stored.
 
-    The kinds, their formulas and limits are those of
-    :func:`~megatron_rc.parallel.divergence.vocab_parallel_divergence`.
+    Each policy is softmax((hidden @ weightᵀ + bias) / temperature) of its own tensors. The kinds, their formulas and
+    limits are those of :func:`~megatron_rc.parallel.divergence.vocab_parallel_divergence`.
 
     Args:
         hidden: [..., h], the student's, any float dtype, equal on all ranks of ``tp_group``; with ``sequence_parallel``
@@ -121,10 +121,11 @@ def linear_divergence(
         inplace_backward=False,
         support_is_sorted=support_is_sorted,
     )
-    options = LinearOptions(spec.call, sequence_parallel, gradient_accumulation)
-    tokens = check_output_layer("", hidden, weight, bias, options)
-    of_teacher = replace(options, gradient_accumulation=False)
-    if check_output_layer("teacher_", teacher_hidden, teacher_weight, teacher_bias, of_teacher) != tokens:
+    options = LinearOptions(spec.call, sequence_parallel=sequence_parallel, gradient_accumulation=gradient_accumulation)
+    tokens_shape = check_output_layer("", hidden, weight, bias, options)
+    teacher_options = replace(options, gradient_accumulation=False)
+    teacher_tokens_shape = check_output_layer("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_options)
+    if teacher_tokens_shape != tokens_shape:
         raise ValueError(
             f"teacher_hidden {tuple(teacher_hidden.shape)} and hidden {tuple(hidden.shape)} differ before the last "
             "dimension: expected the same tokens"
@@ -135,11 +136,11 @@ def linear_divergence(
             "vocabulary, padded and split alike"
         )
     check_tensors({"mask": mask, "support_ids": support_ids, "support_offsets": support_offsets})
-    check_mask_of("hidden", tokens, mask)
-    check_support(support_ids, support_offsets, tokens.numel(), of="tokens")
+    check_mask_of("hidden", tokens_shape, mask)
+    check_support(support_ids, support_offsets, tokens_shape.numel(), of="tokens")
     check_settings(spec.call, weight.shape[0])
     if mask is None:
-        mask = torch.ones(tokens, dtype=torch.bool, device=hidden.device)
+        mask = torch.ones(tokens_shape, dtype=torch.bool, device=hidden.device)
 
     teacher = _OutputLayer(
         hidden=teacher_hidden.detach(),

@@ -332,7 +332,8 @@ class KeptGradient:
     row: Tensor  # [entries], int64
     column: Tensor  # [entries], int64
     values: Tensor  # [entries], in the arithmetic's dtype
-    any_local: Tensor | None  # bool, one value, False if no entry is local, so that none is valid; None: all are local
+    # bool, one value; False: no entry is local, and nothing may be written. None: all are local.
+    any_local: Tensor | None
     label_column: Tensor  # [rows], int64, the local column of the label
     owns_label: Tensor  # [rows], bool, the row has kept tokens, and this rank has its label's column
     label_gradient: Tensor  # [rows], the gradient in the label's column
@@ -343,6 +344,7 @@ class KeptGradient:
             index = _memory_index(out, self.row, self.column)
             memory = _memory(out)
             values = self.values.to(out.dtype)
+            # Without a local entry the places are arbitrary: write back what is there. The host cannot know.
             if self.any_local is not None:
                 values = torch.where(self.any_local, values, memory[index])
             memory.index_copy_(0, index, values)

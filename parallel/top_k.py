@@ -99,7 +99,7 @@ def top_k_divergence(
         ValueError: another tail or kind, labels without the tail ``sampled`` or this without labels, shapes that do not
             fit, and the errors of :func:`~megatron_rc.parallel.divergence.vocab_parallel_divergence`.
     """
-    call = _call(tp_group, vocab_size, temperature, chunk_size, inplace_backward=inplace_backward)
+    call = _call_spec(tp_group, vocab_size, temperature, chunk_size, inplace_backward=inplace_backward)
     check_tensors({}, logits=logits)
     if not logits.is_floating_point() or not logits.dim():
         raise ValueError(
@@ -182,7 +182,7 @@ def linear_top_k_divergence(
     Raises:
         ValueError: as :func:`top_k_divergence`, and shapes or dtypes of the output layer that do not fit together.
     """
-    call = _call(tp_group, vocab_size, temperature, chunk_size, inplace_backward=False)
+    call = _call_spec(tp_group, vocab_size, temperature, chunk_size, inplace_backward=False)
     options = LinearOptions(call, sequence_parallel, gradient_accumulation)
     tokens = check_output_layer("", hidden, weight, bias, options)
     check_settings(call, weight.shape[0])
@@ -207,7 +207,7 @@ def linear_top_k_divergence(
     return divergence.to(arithmetic(hidden.dtype)).view(tokens)
 
 
-def _call(
+def _call_spec(
     tp_group: Group | None,
     vocab_size: int | None,
     temperature: float,
@@ -215,7 +215,7 @@ def _call(
     *,
     inplace_backward: bool,
 ) -> CallSpec:
-    """The settings of a call that log-probs have too."""
+    """Return the CallSpec of a top-k divergence: the caller's settings; what only log-probs use is off."""
     return CallSpec(
         tp_group=tp_group,
         vocab_size=vocab_size,

@@ -561,9 +561,9 @@ def test_a_table_says_which_commits_made_its_runs():
     runs = settings.SELECTION.runs
     commits = {1: "", 2: "b", 3: "a", 4: "b", 5: "b"}
     outcomes = [dataclasses.replace(made_outcome(run), commit=commits[run.seed]) for run in runs]
-    assert "1 each. Made by commits a, b." in document.table(outcomes, settings.SELECTION)
+    assert "1 a run. Made by commits a, b." in document.table(outcomes, settings.SELECTION)
     of_one_seed = [outcome for outcome in outcomes if outcome.seed == 2]
-    assert "1 each. Made by commit b. Not made yet" in document.table(of_one_seed, settings.SELECTION)
+    assert "1 a run. Made by commit b. Not made yet" in document.table(of_one_seed, settings.SELECTION)
 
 
 def test_a_part_of_a_block_is_shown_with_the_runs_that_are_missing():

@@ -91,10 +91,10 @@ def seeds_of(outcomes: Iterable[Outcome], mismatch: Mismatch, correction: Correc
 def _count(of_block: Sequence[Outcome], block: Block) -> str:
     """The number of runs, their time and their code, and the runs that are missing."""
     seconds = sum(outcome.seconds for outcome in of_block)
-    each = f", {seconds / len(of_block):.0f} each" if of_block else ""
+    each = f", {seconds / len(of_block):.0f} a run" if of_block else ""
     commits = sorted({outcome.commit for outcome in of_block if outcome.commit})
     made_by = f" Made by {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}." if commits else ""
-    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of the processor together{each}.{made_by}"
+    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of processor time in all{each}.{made_by}"
     if not of_block:
         return f"{text} The others are not made yet."
     made = {outcome.key for outcome in of_block}

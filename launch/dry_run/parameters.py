@@ -56,6 +56,7 @@ def _norm_parameters(config: RunConfig, width: int) -> int:
 
 
 def _attention_parameters(config: RunConfig) -> int:
+    """Parameters of one layer's attention on one tensor-parallel rank."""
     transformer = config.transformer
     hidden = transformer.hidden_size
     tp = config.parallel.tensor_model_parallel_size

@@ -110,9 +110,9 @@ def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
     from megatron_rc.launch.engines.vllm_client import VllmClient
 
     engine = inputs.config.engine
-    once = None
+    http_without_retries = None
     if engine.rollout_weight_transfer != "files":
-        once = _http_client(inputs.config, inputs.replica, attempts=1)
+        http_without_retries = _http_client(inputs.config, inputs.replica, attempts=1)
     client = VllmClient(
         _http_client(inputs.config, inputs.replica, engine.rollout_attempts),
         experts_shape=_experts_shape(inputs.config),
@@ -120,7 +120,7 @@ def _vllm_server(inputs: EngineInputs) -> RolloutEngine:
         model=engine.rollout_model,
         needs_versions=engine.rl_partial_rollouts,
         max_versions=engine.rollout_max_versions,
-        once=once,
+        http_without_retries=http_without_retries,
     )
     return _server_engine(inputs, client)
 

@@ -41,8 +41,8 @@ class VllmClient(ServerClient):
         model: the server's name of the model; None: the name of its only model.
         needs_versions: whether each answer must name the versions of its tokens' weights.
         max_versions: largest number of versions of weights within a response; None: no bound.
-        once: client of the same server that repeats no request, for weights from the trainer's ranks; None: weights
-            come from files.
+        http_without_retries: client of the same server that repeats no request, for weights from the trainer's ranks;
+            None: weights come from files.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class VllmClient(ServerClient):
         model: str | None = None,
         needs_versions: bool = False,
         max_versions: int | None = None,
-        once: HttpClient | None = None,
+        http_without_retries: HttpClient | None = None,
     ) -> None:
         super().__init__(http, experts_shape=experts_shape, reports_support=reports_support)
         self.model = model
         self.needs_versions = needs_versions
         self.max_versions = max_versions
-        self.once = once
+        self.http_without_retries = http_without_retries
 
     def health(self) -> None:
         """Check the model's name, the log-probs, the route of token ids, and the way of the weights."""
@@ -100,7 +100,7 @@ class VllmClient(ServerClient):
                 f"{self.url} reports {mode}, expected {PROCESSED}, the log-probs of the sampled distribution: "
                 f"start it as {START}"
             )
-        if self.once is None:
+        if self.http_without_retries is None:
             return
         transfer = settings.get("weight_transfer_config") or {}
         if transfer.get("backend") != BACKEND:
@@ -159,9 +159,9 @@ class VllmClient(ServerClient):
         self._client_of_updates().call("POST", "/finish_weight_update")
 
     def _client_of_updates(self) -> HttpClient:
-        if self.once is None:
+        if self.http_without_retries is None:
             raise EngineError(f"{self.url} gets its weights from files")
-        return self.once
+        return self.http_without_retries
 
     def _name_version(self, version: str) -> None:
         self.http.call("POST", "/update_weight_version", {"new_version": version})

@@ -8,17 +8,19 @@ from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.hints import unknown
-from megatron_rc.launch.flags.launch_file import read_launch_file, words_of
+from megatron_rc.launch.flags.launch_file import read_launch_file
 from megatron_rc.launch.flags.own_objects import define_own_objects
 from megatron_rc.launch.flags.parser import defaults, parser_for
 from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.weights.architecture import read_architecture
 
-# Flags that contradict a directory that does not mention them.
-_ABSENT = (
+# Flags that are None for a model whose config.json does not mention them.
+NONE_IF_ABSENT = (
     "num_experts",
     "q_lora_rank",
     "moe_shared_expert_intermediate_size",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
     "moe_router_group_topk",
     "no_rope_freq",
     "window_size",
@@ -108,18 +110,14 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 def values_of_directory(folder: str, name: str) -> dict[str, Any]:
     """Return the values of flags that a Hugging Face directory describes; ``name`` is the flag that gave it."""
-    arguments: list[str] = []
-    for key, value in read_architecture(folder, name).items():
-        arguments += words_of(f"{folder}/config.json", key, value)
-    return _parsed(arguments)
+    return {key.replace("-", "_"): value for key, value in read_architecture(folder, name).items()}
 
 
 def _read_model(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of flags that a Hugging Face directory describes; given ones must not contradict them."""
     of_model = values_of_directory(folder, "--load-hf")
-    usual = defaults()
-    for name in [*of_model, *_ABSENT]:
-        described = of_model.get(name, usual.get(name))
+    for name in [*of_model, *NONE_IF_ABSENT]:
+        described = of_model.get(name)
         value = given.get(name, described)
         if value != described:
             raise ConfigurationError(

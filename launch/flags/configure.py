@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -54,20 +53,16 @@ def configure(
     command = read_command(argv)
     for package in _NEEDED_PACKAGES:
         require(package, "training", "launch")
-    config, task = _make(command, world_size, engine=engine, elsewhere=elsewhere)
-    config = choose_bridge(config, samples=engine and not config.rollouts.load_rollouts)
-    check(config, task, engine=engine)
+    samples = engine and not command.values.load_rollouts
+    config, task = _make(command, world_size, samples=samples, elsewhere=elsewhere)
+    config = choose_bridge(config, samples)
+    check(config, task, samples)
     if folders:
         check_folders(config)
         check_machine(config)
     if config.unused:
-        _log.warning("%s", unused_in_words(config))
+        _log.warning("these flags do nothing in this run: %s", ", ".join(config.unused))
     return dataclasses.replace(config, flags=tuple(_resolved_flags(command, config))), task
-
-
-def unused_in_words(config: RunConfig) -> str:
-    """Return the line about given flags that do nothing."""
-    return f"these flags do nothing in this run: {', '.join(config.unused)}"
 
 
 def processes_meant(argv: Sequence[str]) -> int | None:
@@ -76,15 +71,13 @@ def processes_meant(argv: Sequence[str]) -> int | None:
     return processes_of_file(namespace.config) if "config" in namespace else None
 
 
-def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -> tuple[RunConfig, Task]:
+def _make(command: Command, world_size: int, *, samples: bool, elsewhere: bool) -> tuple[RunConfig, Task]:
     """Make the settings and the task; settings that span sections are not checked yet."""
     values, unused = without_unused(with_prompts(command.values), command.given)
     check_given(values)
     check_sources(values)
     values = with_steps(values)
-    values_of_flags = values
-    complete = functools.partial(with_what_follows, world_size=world_size, engine=engine, elsewhere=elsewhere)
-    values = complete(values)
+    values = with_what_follows(values, world_size, samples=samples, elsewhere=elsewhere)
     correction, loss = correction_and_loss(command, values)
     values = values.also({"correction": correction, "loss": loss})
     values, later_unused = without_unused(values, command.given, LATER_RULES)
@@ -94,7 +87,7 @@ def _make(command: Command, world_size: int, *, engine: bool, elsewhere: bool) -
     values = values.also({"given": given_to_megatron(command)})
     config = RunConfig(**make_sections(values), correction=correction, loss=loss, unused=unused + later_unused)
     if config.distillation is not None:
-        teachers = tuple(teacher_models(config, config.distillation, values_of_flags, complete))
+        teachers = tuple(teacher_models(config, config.distillation, values))
         config = dataclasses.replace(config, teachers=teachers)
     return config, task
 

@@ -57,21 +57,24 @@ def with_steps(values: Values) -> Values:
     return values.also(steps)
 
 
-def with_what_follows(values: Values, world_size: int, *, engine: bool, elsewhere: bool) -> Values:
+def with_what_follows(values: Values, world_size: int, *, samples: bool, elsewhere: bool) -> Values:
     """Return the values with the defaults that follow from the machine and from other flags, except the task's.
 
     Args:
         values: values of all flags.
         world_size: number of processes.
-        engine: the command samples with an engine; with ``--load-rollouts`` it does not.
+        samples: an engine of this run samples the rollouts.
         elsewhere: the run is for other machines, which have GPUs.
     """
     on_cpu = values.cpu or not (elsewhere or torch.cuda.is_available())
     has_transformer_engine = not on_cpu and (elsewhere or has_module("transformer_engine"))
     usual_layers = "transformer_engine" if has_transformer_engine else "local"
     run_name = Path(values.config).stem if values.config else "ppo"
-    samples_itself = engine and not values.load_rollouts
-    values = values.also(
+    critic_lr = values.critic_lr or values.lr
+    critic_min_lr = values.critic_min_lr
+    if critic_min_lr is None:
+        critic_min_lr = min(values.min_lr, critic_lr)
+    return with_model_defaults(values).also(
         {
             "on_cpu": on_cpu,
             "world_size": world_size,
@@ -80,20 +83,24 @@ def with_what_follows(values: Values, world_size: int, *, engine: bool, elsewher
             "lr_decay_iters": values.lr_decay_iters or values.train_iters,
             "rl_sequence_packing_bin_size": values.rl_sequence_packing_bin_size
             or values.micro_batch_size * values.seq_length,
-            "max_position_embeddings": values.max_position_embeddings or values.seq_length,
-            "swiglu": values.swiglu or values.quick_geglu,
-            "ffn_hidden_size": values.ffn_hidden_size or 4 * values.hidden_size,
-            "knows_versions": samples_itself or values.rollout_staleness is not None,
+            "knows_versions": samples or values.rollout_staleness is not None,
             "virtual_pipeline_model_parallel_size": _virtual_stages(values),
-            "critic_lr": values.critic_lr or values.lr,
+            "critic_lr": critic_lr,
+            "critic_min_lr": critic_min_lr,
             "teacher_temperature": values.teacher_temperature or values.rl_default_temperature,
         }
     )
+
+
+def with_model_defaults(values: Values) -> Values:
+    """Return the values with the sizes of the model that follow from others: of the policy, or of a teacher."""
+    ffn_hidden_size = values.ffn_hidden_size or 4 * values.hidden_size
     more: dict[str, Any] = {
-        "moe_ffn_hidden_size": values.moe_ffn_hidden_size or values.ffn_hidden_size,
+        "max_position_embeddings": values.max_position_embeddings or values.seq_length,
+        "swiglu": values.swiglu or values.quick_geglu,
+        "ffn_hidden_size": ffn_hidden_size,
+        "moe_ffn_hidden_size": values.moe_ffn_hidden_size or ffn_hidden_size,
     }
-    if values.critic_min_lr is None:
-        more["critic_min_lr"] = min(values.min_lr, values.critic_lr)
     if not values.group_query_attention:
         more["num_query_groups"] = values.num_attention_heads
     if values.kv_channels is None:

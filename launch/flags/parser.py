@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -46,6 +47,8 @@ LOSS_DEFAULTS = {
     "grpo_kl_beta": 0.001,
     "grpo_entropy_term_weight": 0.0,
 }
+# Negative numbers. Python's argparse takes those with an exponent, such as -1e-3, for flags.
+_NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +59,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     listing = "--help-all"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = _NEGATIVE_NUMBER
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's message as a ConfigurationError."""

@@ -6,13 +6,8 @@ import os
 
 from megatron_rc.launch.checkpoint_folders import latest_iteration
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.command import Values, read_command
-from megatron_rc.launch.run_config import flag_options
+from megatron_rc.launch.flags.command import Values
 from megatron_rc.launch.tasks.text import CHARACTERS
-
-# Launch file of the toy task; a run of its model on its task needs no --from-scratch.
-TOY = "count_up"
-_OF_MODEL_AND_TASK = ("transformer", "latent", "yarn", "experts", "model", "task", "data")
 
 
 def check_sources(values: Values) -> None:
@@ -23,7 +18,7 @@ def check_sources(values: Values) -> None:
     """
     load = values.load
     tokenizer = values.tokenizer_model
-    if values.from_scratch or values.load_hf or _is_toy(values):
+    if values.from_scratch or values.load_hf:
         return
     if load and not _begins_empty(load, values.save):
         if tokenizer or values.tokenizer_type == CHARACTERS:
@@ -41,16 +36,6 @@ def check_sources(values: Values) -> None:
     raise ConfigurationError(
         f"{begins}: give --load-hf DIR (a Hugging Face model), or --load DIR (checkpoints) and --tokenizer-model DIR; "
         "--from-scratch begins with random weights and, without --tokenizer-model, one token a character"
-    )
-
-
-def _is_toy(values: Values) -> bool:
-    """Return whether all flags of the model and of the task have the toy's values."""
-    toy = read_command(["--config", TOY]).values
-    return all(
-        values[option.flag] == toy[option.flag]
-        for section, option in flag_options().values()
-        if section in _OF_MODEL_AND_TASK
     )
 
 

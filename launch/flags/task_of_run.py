@@ -100,8 +100,12 @@ def _tokenizer(command: Command, values: Values) -> tuple[Text | None, Values]:
         return None, _without_template(command, values, kind) if values.apply_chat_template else values
     if not folder:
         raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model DIR or --load-hf DIR")
-    text = HuggingFaceText(folder, values.apply_chat_template and is_typed)
+    text = HuggingFaceText(folder, chat=False)
     if values.apply_chat_template and not text.has_template:
+        if is_typed:
+            raise ConfigurationError(
+                f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
+            )
         values = _without_template(command, values, f"the tokenizer in {folder}")
     text.chat = values.apply_chat_template
     if values.chat_template_kwargs is not None:

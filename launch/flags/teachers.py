@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_rc.launch.checkpoint_folders import iteration_folder, latest_iteration
+from megatron_rc.launch.checkpoint_folders import existing_iteration, iteration_folder
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.megatron import FIELDS_OF_THE_MODEL
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.flags.command import Values, values_of_directory
+from megatron_rc.launch.flags.follow import with_model_defaults
 from megatron_rc.launch.flags.parser import defaults
 from megatron_rc.launch.flags.stored import SECTIONS_OF_THE_MODEL, stored_config
 from megatron_rc.launch.flags.unused import make_sections, without_unused
@@ -26,9 +27,7 @@ _OF_STAGES = (
 )
 
 
-def teacher_models(
-    config: RunConfig, settings: DistillationSection, values: Values, with_what_follows: Callable[[Values], Values]
-) -> Iterator[TeacherModel]:
+def teacher_models(config: RunConfig, settings: DistillationSection, values: Values) -> Iterator[TeacherModel]:
     """Yield each teacher that this run loads, those of directories first.
 
     A teacher has the run's layout, precision and batches; its layers are spread evenly over the stages.
@@ -36,14 +35,13 @@ def teacher_models(
     Args:
         config: settings of the run.
         settings: its teachers.
-        values: values of the run's flags, before defaults that follow from others.
-        with_what_follows: adds those defaults.
+        values: values of the run's flags.
 
     Raises:
         ConfigurationError: the model of a directory or a checkpoint is not known here, or has fewer tokens.
     """
     for folder in settings.teacher_load_hf or ():
-        sections = _of_directory(folder, values, config, with_what_follows)
+        sections = _of_directory(folder, values, config)
         yield _teacher("--teacher-load-hf", folder, config, sections, tokenizer=folder)
     for folder in settings.teacher_load or ():
         stored = _of_checkpoint(folder)
@@ -54,16 +52,14 @@ def teacher_models(
         yield _teacher("--teacher-load", folder, config, sections, tokenizer=tokenizer)
 
 
-def _of_directory(
-    folder: str, values: Values, config: RunConfig, with_what_follows: Callable[[Values], Values]
-) -> dict[str, Any]:
+def _of_directory(folder: str, values: Values, config: RunConfig) -> dict[str, Any]:
     """Return the sections with the shape of the model in a Hugging Face directory."""
     of_model = values_of_directory(folder, "--teacher-load-hf")
     usual = defaults()
     flags_of_model = [option.flag for name, option in flag_options().values() if name in SECTIONS_OF_THE_MODEL]
     reset = {flag: usual[flag] for flag in flags_of_model}
     of_teacher, _ = without_unused(values.also(reset).also(of_model), {})
-    of_teacher = with_what_follows(of_teacher)
+    of_teacher = with_model_defaults(of_teacher)
     vocab_size = of_teacher.vocab_size or config.model.vocab_size
     of_teacher = of_teacher.also({"vocab_size": vocab_size, "padded_vocab_size": vocab_size})
     return make_sections(of_teacher, SECTIONS_OF_THE_MODEL)
@@ -73,9 +69,7 @@ def _of_checkpoint(folder: str) -> RunConfig:
     """Return the settings of the newest checkpoint of a folder."""
     where = f"--teacher-load {folder}"
     try:
-        number = latest_iteration(folder)
-        if number is None:
-            raise ValueError("the folder holds no checkpoint: name another one")
+        number = existing_iteration(folder, "--teacher-load")
         return stored_config(iteration_folder(folder, number))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{where}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,11 +65,12 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 def machines_of(args: argparse.Namespace) -> Machines:
     """Read the numbers of processes and machines, and check them."""
-    from torch.distributed.run import parse_min_max_nnodes
-
     memory = args.device_memory_gib
+    fewest, most = _numbers_of_machines(args.nnodes)
+    if args.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {args.max_restarts} must be 0 or more")
     torchrun_args = _read_by_torchrun(args)
-    machines = Machines(_processes(args.nproc_per_node), *parse_min_max_nnodes(args.nnodes))
+    machines = Machines(_processes(args.nproc_per_node), fewest, most)
     for name, is_given in {"--json": args.json, "--device-memory-gib": memory is not None}.items():
         if is_given and not args.dry_run:
             raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
@@ -99,6 +101,17 @@ class _HandOn(argparse.Action):
         """Keep the word."""
         name = flag(self.dest)
         namespace.handed_on = [*namespace.handed_on, name if self.nargs == 0 else f"{name}={values}"]
+
+
+def _numbers_of_machines(text: str) -> tuple[int, int]:
+    """Read the fewest and the most machines of ``--nnodes``."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    if match:
+        fewest = int(match[1])
+        most = fewest if match[2] is None else int(match[2])
+        if 0 < fewest <= most:
+            return fewest, most
+    raise ConfigurationError(f"--nnodes {text} must be a positive number, or FEWEST:MOST with FEWEST up to MOST")
 
 
 def _processes(text: str) -> int:
@@ -141,6 +154,7 @@ def _read_by_torchrun(args: argparse.Namespace) -> argparse.Namespace:
 def _check_meeting(args: argparse.Namespace, machines: Machines, torchrun_args: argparse.Namespace) -> None:
     """Raise ConfigurationError unless the flags say in exactly one way how the machines find each other."""
     typed = [word.replace("=", " ", 1) for word in args.handed_on if word.startswith(_OF_MEETINGS)]
+    names = [word.partition("=")[0] for word in args.handed_on]
     meeting = " and ".join(word for word in typed if word.startswith(("--rdzv-backend", "--rdzv-endpoint")))
     # With another backend a store numbers the machines, instead of --node-rank.
     is_elastic = torchrun_args.rdzv_backend != "static"
@@ -159,4 +173,12 @@ def _check_meeting(args: argparse.Namespace, machines: Machines, torchrun_args: 
     if not 0 <= torchrun_args.node_rank < machines.most:
         raise ConfigurationError(
             f"--node-rank {torchrun_args.node_rank} with --nnodes {args.nnodes} must be one of 0 to {machines.most - 1}"
+        )
+    starts_ranks = not (args.dry_run or args.print_config)
+    # PET_MASTER_ADDR is torchrun's variable for --master-addr, which Kubernetes operators set.
+    has_address = torchrun_args.rdzv_endpoint or "--master-addr" in names or "PET_MASTER_ADDR" in os.environ
+    if starts_ranks and machines.most > 1 and not has_address:
+        raise ConfigurationError(
+            f"--nnodes {args.nnodes} needs --master-addr HOST and --node-rank N, or --rdzv-backend c10d and "
+            "--rdzv-endpoint HOST:PORT: without them each machine would wait for the others at its own address"
         )

@@ -67,7 +67,7 @@ _TABLE = (
         lambda run: run.get("pipeline_model_parallel_layout") is None,
         "num_layers_per_virtual_pipeline_stage",
     ),
-    Rule("--num-experts", lambda run: run.num_experts, "expert_model_parallel_size"),
+    Rule("--num-experts", lambda run: run.num_experts, "expert_model_parallel_size moe_enable_routing_replay"),
     Rule(
         "plain rotary positions",
         lambda run: run.position_embedding_type == "rope" and not run.multi_latent_attention,

@@ -44,15 +44,19 @@ def main(argv: list[str]) -> None:
     except BaseException as error:  # a library can raise any error; the parent says it
         problem = f"{own_traceback(error)}\n{setup.source.name} cannot be loaded, it raises {in_words(error)}"
     faulthandler.cancel_dump_traceback_later()
+    # An empty message: the rule is loaded.
     connection.send_bytes(problem.encode(errors="replace"))
-    while not problem:
+    if problem:
+        return
+    while True:
         try:
             request = connection.recv_bytes()
         except EOFError:
             return
         faulthandler.dump_traceback_later(setup.timeout, file=setup.stacks)
         outcome = outcome_of(partial(_score, rule, request), setup.source.read)
-        if os.getpid() != worker:  # this is a process that the rule forked
+        if os.getpid() != worker:
+            # The rule forked, and its child came back here: it must not answer.
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         # Plain JSON, so that no object of the user's code comes into the trainer.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -27,7 +28,7 @@ from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollout
 from megatron_rc.launch.rollouts.routed_experts import check_routed_experts
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch, TeacherInput
 from megatron_rc.launch.rollouts.samples import bad_folder
-from megatron_rc.launch.rollouts.scheduler import RolloutScheduler, WeightSync
+from megatron_rc.launch.rollouts.scheduler import RolloutScheduler
 from megatron_rc.launch.rollouts.teacher_prompts import teacher_rows
 from megatron_rc.launch.rollouts.teacher_scores import RecordedTeacher, ServedTeacher, make_teacher
 from megatron_rc.launch.run_config import RunConfig
@@ -41,6 +42,22 @@ from megatron_rc.records.rollout import RolloutBatch
 _log = logging.getLogger("megatron_rc")
 
 
+@dataclass(frozen=True)
+class CollectedBatch:
+    """A replica's share of a rollout batch, on all its ranks, with numbers of the whole batch."""
+
+    batch: RolloutBatch  # the records, with the parts that this rank needs
+    # Metrics of the rewards and the responses, equal on all ranks; empty with ``--load-rollouts``.
+    reward_metrics: dict[str, float]
+    # Responses that were started for the batch on any replica and are not in it, equal on all ranks; None with
+    # ``--load-rollouts``: unknown.
+    excluded: list[Excluded] | None
+    baselines: Tensor | None  # [responses], see SampledBatch
+    teacher_input: TeacherInput | None  # see SampledBatch
+    # Experts of the batch as the engine or the records gave them, on the engine's rank; None on other ranks.
+    routed_experts: Tensor | None
+
+
 class RolloutCollector:
     """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks.
 
@@ -50,12 +67,6 @@ class RolloutCollector:
     Attributes:
         engine: this replica's engine; None on other ranks, and with ``--load-rollouts``.
         open_rollouts: responses of the batches under way, for checkpoints; None without ``--rl-partial-rollouts``.
-        reward_metrics: metrics of the last batch, equal on all ranks; empty with ``--load-rollouts``.
-        excluded: responses that were started for the last batch on any replica and are not in it, equal on all ranks;
-            None with ``--load-rollouts``: unknown.
-        baselines: [responses] of the last batch, see SampledBatch, on all ranks of the replica.
-        routed_experts: those of the last batch as the engine or the records gave them, on the engine's rank.
-        teacher_input: see SampledBatch, of the last batch, on all ranks of the replica.
     """
 
     def __init__(
@@ -76,11 +87,6 @@ class RolloutCollector:
         self.engine: RolloutEngine | None = None
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
-        self.reward_metrics: dict[str, float] = {}
-        self.excluded: list[Excluded] | None = None
-        self.baselines: Tensor | None = None
-        self.routed_experts: Tensor | None = None
-        self.teacher_input: TeacherInput | None = None
         self._teacher: ServedTeacher | RecordedTeacher | None = None
         self._said_experts = False
         self._num_unscored = 0
@@ -108,41 +114,8 @@ class RolloutCollector:
                 rollouts.load_rollouts, length, rollouts.sequences, rollouts.grpo_prompts_per_step
             )
             return
-        self.engine = engine or self._default_engine()
+        self.engine = engine or make_engine(self.config, self.task.text, self.replica)
         self.sampler = RolloutSampler(self.config, self.task, self.engine, self.replica, self.open_rollouts)
-
-    def _default_engine(self) -> RolloutEngine:
-        return make_engine(self.config, self.task.text, self.replica)
-
-    @property
-    def is_window_over(self) -> bool:
-        """Whether the next batches are sampled by the weights of the last batch's step."""
-        return self.scheduler.is_window_over
-
-    def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
-        """The rollout batch that starts at optimizer step ``step``; also syncs the engines' weights when it is time.
-
-        ``lap`` is called with the name of each phase when it ends; see :meth:`RolloutScheduler.next_batch`.
-
-        Raises:
-            RunError: on every rank: no response has a score, or more than half were dropped.
-        """
-        if self.open_rollouts is not None:
-            self.open_rollouts.forget_before(step)
-
-        def collect(step: int) -> RolloutBatch:
-            batch = self.collect(step)
-            self._check_scores(step)
-            lap("rollout")
-            if self.config.engine.rollout_colocate:
-                self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
-            return batch
-
-        return self.scheduler.next_batch(step, collect, weight_sync, lap)
-
-    def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
-        """Order again what the ended run was sampling; see :meth:`RolloutScheduler.go_on`."""
-        self.scheduler.go_on(step, version, weight_sync)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> bool:
         """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
@@ -155,31 +128,67 @@ class RolloutCollector:
             torch.cuda.empty_cache()  # on all ranks, since vLLM may use the GPUs of several
         return self.publisher(chunks, version)
 
-    def collect(self, step: int) -> RolloutBatch:
-        """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks."""
+    def collect(self, step: int) -> CollectedBatch:
+        """Collect the rollout batch that starts at optimizer step ``step``: the replica's share, on all its ranks.
+
+        With ``--rollout-colocate`` the engine sleeps afterwards.
+
+        Collectives: those of :class:`EngineWork` and :class:`ReplicaBroadcast`.
+        """
+        if self.open_rollouts is not None:
+            self.open_rollouts.forget_before(step)
         if not self.is_engine_rank:
             self.scheduler.forget(step)
         what = f"the rollout of step {step}"
         sampled = self.work.run(lambda: self._scored(self._checked(self.scheduler.take(step), step), step), what)
-        batch = None if sampled is None else sampled.batch
-        baselines = None if sampled is None else sampled.baselines
 
+        batch = None if sampled is None else sampled.batch
         shared = self.broadcast.batch(batch)
+        reward_metrics: dict[str, float] = {}
+        excluded = None
         if self.config.rollouts.load_rollouts is None:
-            self.reward_metrics, self.excluded = self.broadcast.summary(sampled)
-            self._num_unscored += int(self.reward_metrics["reward/errors"])
+            reward_metrics, excluded = self.broadcast.summary(sampled)
+            self._num_unscored += int(reward_metrics["reward/errors"])
             self._num_responses += self.config.rollouts.sequences
+        baselines = None
         if self.config.advantages.advantage_estimator == "remax":
-            self.baselines = self.broadcast.value(baselines).to(self.config.launch.device)
+            local_baselines = None if sampled is None else sampled.baselines
+            baselines = self.broadcast.value(local_baselines).to(self.config.launch.device)
+        teacher_input = None
         if self.config.has_teacher_input:
             local_input = None if sampled is None else sampled.teacher_input
-            teacher_input = cast(TeacherInput, self.broadcast.value(local_input))
-            self.teacher_input = teacher_input.to(self.config.launch.device)
-        self.routed_experts = None if batch is None else batch.routed_experts
-        if self.routed_experts is not None and self.config.routing is None and not self._said_experts:
+            teacher_input = cast(TeacherInput, self.broadcast.value(local_input)).to(self.config.launch.device)
+        routed_experts = None if batch is None else batch.routed_experts
+        if routed_experts is not None and self.config.routing is None and not self._said_experts:
             _log.warning("the rollouts name the experts of each token: --moe-enable-routing-replay replays them")
             self._said_experts = True
-        return shared
+
+        if self.config.engine.rollout_colocate:
+            self.work.run(lambda: cast(VllmEngine, self.engine).sleep(), "the end of the rollout")
+        return CollectedBatch(
+            batch=shared,
+            reward_metrics=reward_metrics,
+            excluded=excluded,
+            baselines=baselines,
+            teacher_input=teacher_input,
+            routed_experts=routed_experts,
+        )
+
+    def check_scores(self, collected: CollectedBatch, step: int) -> None:
+        """Raise RunError on every rank if no response of the batch has a score, or more than half were dropped."""
+        num_responses = self.config.rollouts.sequences
+        num_errors = int(collected.reward_metrics.get("reward/errors", 0))
+        num_dropped = int(collected.reward_metrics.get("rollout/dropped_samples", 0))
+        if 2 * num_dropped > num_responses:
+            raise RunError(
+                f"the rollout of step {step} failed: {num_dropped} of its {num_responses} responses were left out, "
+                f"more than half, see {bad_folder(self.config)}: repair the engine"
+            )
+        if num_errors and num_errors + num_dropped == num_responses:
+            raise RunError(
+                f"the rollout of step {step} failed: none of its {num_errors} responses could be scored by "
+                f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
+            )
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Answers to the replica's first prompts, the same at each call, on all its ranks; ``length``: columns."""
@@ -283,22 +292,6 @@ class RolloutCollector:
         scores = self._teacher.score(sampled.batch, prompts)
         self._teacher.save(scores, step)
         return dataclasses.replace(sampled, teacher_input=scores)
-
-    def _check_scores(self, step: int) -> None:
-        """Raise RunError if no response of the batch has a score, or more than half were dropped."""
-        num_responses = self.config.rollouts.sequences
-        num_errors = int(self.reward_metrics.get("reward/errors", 0))
-        num_dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
-        if 2 * num_dropped > num_responses:
-            raise RunError(
-                f"the rollout of step {step} failed: {num_dropped} of its {num_responses} responses were left out, "
-                f"more than half, see {bad_folder(self.config)}: repair the engine"
-            )
-        if num_errors and num_errors + num_dropped == num_responses:
-            raise RunError(
-                f"the rollout of step {step} failed: none of its {num_errors} responses could be scored by "
-                f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
-            )
 
 
 def check_versions(batch: RolloutBatch, step: int, limit: int) -> None:

@@ -20,25 +20,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from megatron_rc.launch.rollouts.work_threads import WorkThreads
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.records.rollout import RolloutBatch
 
 T = TypeVar("T")
 
 
-class WeightSync(Protocol):
-    """Sends the trainer's weights to the engines."""
+@dataclass(frozen=True)
+class Turn:
+    """What is done around the collecting of a rollout batch, in the order of the fields.
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the engines need the weights although no rollout follows, because an evaluation is due."""
+    Unless rollouts are partial, the engines have no open request while weights are sent.
+    """
 
-    def __call__(self, lap: Callable[[str], None]) -> None:
-        """Send the weights now; call ``lap`` with the name of each phase when it ends."""
+    syncs_before: bool  # the engines get the trainer's weights, then the batch is collected
+    orders_before: list[int] = field(default_factory=list)  # steps whose batches are ordered before it is collected
+    syncs_after: bool = False  # the engines get the weights when the batch is there
+    orders_after: list[int] = field(default_factory=list)  # steps whose batches are ordered last
+    begins_window: bool = True  # the weights of the batch's step sample the next batches
 
 
 class RolloutScheduler(Generic[T]):
@@ -50,9 +53,6 @@ class RolloutScheduler(Generic[T]):
             is another process, on threads as soon as the batch is ordered: with an engine in this process a thread
             would only take turns with the trainer.
         is_elsewhere: whether this rank has an engine that is another process.
-
-    Attributes:
-        is_window_over: whether the next batches are sampled by the weights of the last batch's step.
     """
 
     def __init__(self, config: RunConfig, sample: Callable[[int], T], *, is_elsewhere: bool) -> None:
@@ -60,7 +60,6 @@ class RolloutScheduler(Generic[T]):
         staleness = 0 if is_recorded else config.rollouts.rollout_staleness or 0
         self.num_ahead = staleness // config.updates_per_rollout
         self.is_partial = config.engine.rl_partial_rollouts and not is_recorded
-        self.is_window_over = True
         self._sample = sample
         self._steps_per_batch = config.updates_per_rollout
         self._last_step = config.training.train_iters
@@ -71,45 +70,33 @@ class RolloutScheduler(Generic[T]):
             num_threads = self.num_ahead + 1 if self.is_partial else 1
         self._threads = WorkThreads(num_threads, "rollouts") if num_threads else None
 
-    def next_batch(
-        self,
-        step: int,
-        collect: Callable[[int], RolloutBatch],
-        weight_sync: WeightSync,
-        lap: Callable[[str], None],
-    ) -> RolloutBatch:
-        """Return the batch that starts at optimizer step ``step``, sync weights when it is time, order later batches.
+    def turn(self, step: int, *, evaluates: bool) -> Turn:
+        """Decide what is done around the batch that starts at optimizer step ``step``; call it once for each batch.
 
-        ``collect`` takes the batch to all ranks. ``weight_sync`` is called only while the engines have no open request,
-        unless rollouts are partial.
+        ``evaluates``: the engines need the trainer's weights although no rollout follows, because an evaluation is due.
         """
+        following = self._following(step)
         if self.is_partial:
-            weight_sync(lap)
-            self.order([step, *self._following(step)])
-            return collect(step)
-
+            return Turn(syncs_before=True, orders_before=[step, *following])
         is_fresh = step not in self._orders
-        if is_fresh:
-            weight_sync(lap)
-        batch = collect(step)
+        if not is_fresh and step != self._window_end:
+            return Turn(syncs_before=False, begins_window=False)
         # Orders end at --train-iters, but a window does not: a longer run continues it after a resume.
-        self.is_window_over = is_fresh or step == self._window_end
-        if self.is_window_over:
-            following = self._following(step)
-            if not is_fresh and (following or weight_sync.is_wanted):
-                weight_sync(lap)
-            self._begin_window(step, following)
-        return batch
+        self._begin_window(step)
+        syncs_after = not is_fresh and (bool(following) or evaluates)
+        return Turn(syncs_before=is_fresh, syncs_after=syncs_after, orders_after=following)
 
-    def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
-        """Order again, after a resume at ``step``, the batches that the ended run was sampling.
+    def go_on(self, step: int, version: int) -> list[int]:
+        """Continue, after a resume at ``step``, the window of the ended run, whose engines had weights of ``version``.
 
-        ``version`` is the step of the weights that the engines had, −1 if unknown; ``weight_sync`` sends them again.
+        Returns:
+            The steps whose batches the ended run was sampling: order them when the engines have these weights again.
         """
         following = self._following(version) if version >= 0 else []
-        if step in following:
-            weight_sync()
-            self._begin_window(version, [later for later in following if later >= step])
+        if step not in following:
+            return []
+        self._begin_window(version)
+        return [later for later in following if later >= step]
 
     def order(self, steps: Sequence[int]) -> None:
         """Order the batches of these steps, unless they are ordered."""
@@ -139,8 +126,7 @@ class RolloutScheduler(Generic[T]):
         if self._threads is not None:
             self._threads.close()
 
-    def _begin_window(self, version: int, steps: Sequence[int]) -> None:
-        self.order(steps)
+    def _begin_window(self, version: int) -> None:
         self._window_end = version + self.num_ahead * self._steps_per_batch
 
     def _following(self, version: int) -> list[int]:

@@ -261,8 +261,10 @@ class ExpertSection(Section):
         chosen_groups = self.moe_router_group_topk
         weighs_single = self.moe_router_pre_softmax or self.moe_router_score_function == "sigmoid"
         fewest = 1 if weighs_single else 2
+        reason = "" if weighs_single else ": the weight of a single expert is always 1"
+        if self.num_moe_experts < fewest:
+            self.refuse("num_moe_experts", because=f"must be at least {fewest}{reason}")
         if not fewest <= topk <= self.num_moe_experts:
-            reason = "" if weighs_single else ": the weight of a single expert is always 1"
             self.refuse("moe_router_topk", because=f"must lie in [{fewest}, {self.num_moe_experts}]{reason}")
         if self.moe_router_bias_update_rate:
             self.refuse(

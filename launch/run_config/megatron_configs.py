@@ -26,7 +26,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     fields = values_of(config.transformer) | {"activation_func": _activation(config)}
-    del fields["group_query_attention"]
+    del fields["group_query_attention"]  # no field of Megatron's: num_query_groups says it
     if config.transformer.no_rope_freq is not None:
         fields["no_rope_freq"] = number_or_pattern(config.transformer.no_rope_freq)
     if config.transformer.window_size is not None:

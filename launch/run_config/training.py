@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 import torch
@@ -29,6 +30,13 @@ class LaunchSection(Section):
     )
     on_cpu: bool
     world_size: int
+
+    def __post_init__(self) -> None:
+        """Check that the run's folder is inside the folder of runs."""
+        super().__post_init__()
+        name = PurePath(self.run_name)
+        if name.is_absolute() or ".." in name.parts:
+            self.refuse("run_name", because="must stay inside --runs-dir: give the folder as --runs-dir")
 
     @property
     def device(self) -> torch.device:

@@ -186,10 +186,6 @@ class HuggingFaceText(Text):
         if self.tokenizer.eos_token_id is None:
             raise ConfigurationError(f"the tokenizer in {folder} has no eos_token: name it in tokenizer_config.json")
         self.has_template = self.tokenizer.chat_template is not None
-        if chat and not self.has_template:
-            raise ConfigurationError(
-                f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
-            )
         self.folder = Path(folder)
         self.chat = chat
         self.eos = int(self.tokenizer.eos_token_id)

@@ -9,17 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rc.launch.errors import RunError
-from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.collector import CollectedBatch, RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
-from megatron_rc.launch.rollouts.sampler import TeacherInput
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checks.step_checks import BadStepError
-from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
-from megatron_rc.records.rollout import RolloutBatch
+from megatron_rc.launch.training.trainer import Outcome, PreparedBatch, StepResult, Trainer
 
 _log = logging.getLogger("megatron_rc")
 
@@ -34,24 +31,23 @@ class BadSteps:
         self.folder = bad_folder(config)
         self._begun = trainer.iteration
         self._left_out_before = trainer.left_out.steps
-        self._without_signal = trainer.left_out.without_signal
         self._why = "as before the checkpoint" if trainer.left_out.in_a_row else ""
         loss = config.loss
         # With these terms the gradient is not 0 although every advantage is.
         has_other_terms = loss.entropy_coef or loss.kl_coef or loss.distils or config.has_auxiliary_losses
         self._skips_without_signal = config.guards.skip_steps_without_signal and not has_other_terms
 
-    def prepare(
-        self, batch: RolloutBatch, baselines: Tensor | None = None, teacher_input: TeacherInput | None = None
-    ) -> PreparedBatch | None:
+    def prepare(self, collected: CollectedBatch) -> PreparedBatch | None:
         """Prepare a batch for its steps; None if ``--bad-steps skip`` leaves them out.
 
         Raises BadStepError on every rank, with ``--bad-steps stop``.
         """
         try:
-            return self.trainer.prepare(batch, baselines, teacher_input)
+            return self.trainer.prepare(
+                collected.batch, baselines=collected.baselines, teacher_input=collected.teacher_input
+            )
         except BadStepError as error:
-            self._write(batch, self.trainer.iteration, error)
+            self._write(collected, self.trainer.iteration, error)
             self._judge(error)
             return None
 
@@ -66,54 +62,52 @@ class BadSteps:
         return dataclasses.replace(prepared, without_signal=without_signal)
 
     def update(
-        self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
-    ) -> dict[str, float]:
-        """Make the step after ``update`` earlier ones on the batch, or leave it out; return its metrics.
+        self, collected: CollectedBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
+    ) -> StepResult:
+        """Make the step after ``update`` earlier ones on the batch, or leave it out.
 
         ``prepared`` is None if all steps of the batch are left out. Raises BadStepError on every rank, with
         ``--bad-steps stop``.
         """
         if prepared is None:
-            return self.trainer.skip(is_bad=True)
+            return self.trainer.skip(Outcome.BAD)
         try:
-            metrics = self.trainer.update(prepared, mini_batch)
+            result = self.trainer.update(prepared, mini_batch)
         except BadStepError as error:
-            self._write(batch, self.trainer.iteration - update, error)
+            self._write(collected, self.trainer.iteration - update, error)
             self._judge(error)
-            return self.trainer.skip(is_bad=True)
-        if "grad_norm" not in metrics and not self._was_without_signal:
+            return self.trainer.skip(Outcome.BAD)
+        if result.outcome is Outcome.NOT_ACCEPTED:
             self._why = "no token was accepted, or none had a weight: look at the metrics of the rejection"
-            if "loss_scale" in metrics:
-                name = "loss-scale" if "loss_scale" in self.config.megatron.given else "initial-loss-scale"
-                below = f"--{name} below {metrics['loss_scale']:g}"
-                self._why = f"scaled gradients were out of float16's range: give {below}"
-        return metrics
+        if result.outcome is Outcome.OVERFLOW:
+            name = "loss-scale" if "loss_scale" in self.config.megatron.given else "initial-loss-scale"
+            below = f"--{name} below {result.metrics['loss_scale']:g}"
+            self._why = f"scaled gradients were out of float16's range: give {below}"
+        return result
 
-    def check(self, row: Mapping[str, float]) -> None:
+    def check(self, outcome: Outcome, row: Mapping[str, float]) -> None:
         """Check that the steps change the model; call this once for each step, made or left out.
 
-        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has the metrics of
+        A step without signal, made or skipped, does not count: its gradient is rightly 0. ``row`` has all metrics of
         the step, equal on all ranks.
 
         Raises:
             RunError: on every rank, if they do not.
         """
-        complaint = self._complaint(row)
+        complaint = self._complaint(outcome, row)
         if complaint is not None:
             raise RunError(complaint)
 
-    def _complaint(self, row: Mapping[str, float]) -> str | None:
+    def _complaint(self, outcome: Outcome, row: Mapping[str, float]) -> str | None:
         """Error of a run whose steps do not change the model; None if it may go on."""
         left_out = self.trainer.left_out
         critic = self.config.critic
         limit = self.config.guards.max_skipped_steps
         if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:
             return None
-        was_without_signal = self._was_without_signal
-        self._without_signal = left_out.without_signal
-        if was_without_signal:
+        if outcome is Outcome.WITHOUT_SIGNAL:
             return self._complaint_at_the_end()
-        if "grad_norm" not in row:
+        if outcome is not Outcome.MADE:
             left_out.in_a_row += 1
         elif row["grad_norm"] != 0:
             left_out.in_a_row = 0
@@ -143,11 +137,6 @@ class BadSteps:
         flags = self.config.megatron.given
         return flags.get("loss_scale") is None and row.get("loss_scale", 0) > flags.get("min_loss_scale", 1.0)
 
-    @property
-    def _was_without_signal(self) -> bool:
-        """Whether the newest step was left out because no response has an advantage."""
-        return self.trainer.left_out.without_signal > self._without_signal
-
     def _judge(self, error: BadStepError) -> None:
         """Raise the error, or warn once that the step or the whole batch is left out."""
         if self.config.guards.bad_steps == "stop":
@@ -156,12 +145,12 @@ class BadSteps:
         if dist.get_rank() == 0:
             _log.warning("%s; left out by --bad-steps skip, the batch is in %s", error, self.folder)
 
-    def _write(self, batch: RolloutBatch, step: int, error: BadStepError) -> None:
+    def _write(self, collected: CollectedBatch, step: int, error: BadStepError) -> None:
         """Write each replica's batch in the format of ``--load-rollouts``, named by its first step, and the error."""
         if not self.collector.is_engine_rank:
             return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.trainer.iteration + 1, "error": str(error)}
-        batch = dataclasses.replace(batch, routed_experts=self.collector.routed_experts)
+        batch = dataclasses.replace(collected.batch, routed_experts=collected.routed_experts)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_rollouts(batch, self.folder, step, self.collector.replica)

@@ -92,26 +92,27 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
     """Write everything but the weights, and return the ``transformers`` config."""
     from transformers import GenerationConfig
 
-    described = described_model(config)
+    hf_config = described_model(config)
     tokens = _special_tokens(config, text)
     for name, token in tokens.items():
-        setattr(described, name, token)
-    described.dtype = config.dtype
-    described.architectures = [type(empty_model(described)).__name__]
-    described.save_pretrained(folder)
+        setattr(hf_config, name, token)
+    hf_config.dtype = config.dtype
+    hf_config.architectures = [type(empty_model(hf_config)).__name__]
+    hf_config.save_pretrained(folder)
     add_earlier_entries(folder)
     text.save(folder)
-    origin = _origin(config, text, GENERATION)
-    if origin is None:
+    published_file = _origin(config, text, GENERATION)
+    if published_file is None:
         GenerationConfig(**tokens).save_pretrained(folder)
-        return described
-    published = json.loads(origin.read_text(encoding="utf-8"))
+        return hf_config
+    published = json.loads(published_file.read_text(encoding="utf-8"))
+    # Copy it as it is if it names this run's end tokens; else change that entry alone.
     if _names_ends(published.get("eos_token_id"), text):
-        shutil.copyfile(origin, folder / GENERATION)
+        shutil.copyfile(published_file, folder / GENERATION)
     else:
         changed = published | {"eos_token_id": text.ends.eos_token_id}
         (folder / GENERATION).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
-    return described
+    return hf_config
 
 
 def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
@@ -120,9 +121,9 @@ def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
     Without such a model the tokenizer says the others.
     """
     tokens = {"bos_token_id": None, "eos_token_id": text.ends.eos_token_id, "pad_token_id": text.pad_token}
-    origin = _origin(config, text, "config.json")
-    if origin is not None:
-        published = json.loads(origin.read_text(encoding="utf-8"))
+    published_file = _origin(config, text, "config.json")
+    if published_file is not None:
+        published = json.loads(published_file.read_text(encoding="utf-8"))
         tokens["bos_token_id"] = published.get("bos_token_id")
         if _names_ends(published.get("eos_token_id"), text):
             tokens["eos_token_id"] = published["eos_token_id"]  # in the file's own order

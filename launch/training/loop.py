@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -14,7 +14,8 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import largest_over_ranks
 from megatron_rc.launch.ending import tell_ending
 from megatron_rc.launch.errors import RunError, one_line
-from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.collector import CollectedBatch, RolloutCollector
+from megatron_rc.launch.rollouts.scheduler import Turn
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.passes import passes_in_words, scoring_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
@@ -22,7 +23,7 @@ from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.attribution import drawn
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.batches.advantages import summarize
-from megatron_rc.launch.training.batches.rollout_metrics import summarize_rollouts
+from megatron_rc.launch.training.batches.rollout_metrics import RolloutSummary, summarize_rollouts
 from megatron_rc.launch.training.batches.selection import Selection
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
 from megatron_rc.launch.training.checks.equal_rewards import EqualRewards
@@ -36,7 +37,7 @@ from megatron_rc.launch.training.reporting.profiling import Profiling
 from megatron_rc.launch.training.reporting.reporter import begin_report
 from megatron_rc.launch.training.reporting.sources import in_one_line, sources_of
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
-from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.launch.training.trainer import Outcome, PreparedBatch, Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
 from megatron_rc.launch.training.when_to_save import CheckpointSaves
 from megatron_rc.measures.histogram import Distribution
@@ -130,6 +131,11 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     @property
+    def _mini_batches(self) -> int:
+        """Number of mini-batches of a rollout batch."""
+        return self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
+
+    @property
     def is_kept(self) -> bool:
         """Whether no step is lost when the run ends."""
         return self.is_done or bool(self.config.checkpoints.save)
@@ -144,21 +150,141 @@ class _Run:
         if self.trainer.iteration:
             self._say(f"goes on from checkpoint {self.trainer.iteration} of {self.config.checkpoints.load}")
         with suppress(Stopped):  # the signal stops the first batch too
-            self.weight_sync.go_on()
+            self._order_unfinished()
         self.profiling(self.trainer.iteration)
 
     def use_rollout_batch(self) -> None:
-        """Sample one batch, and make its optimizer steps with reports and saves; a signal ends it early."""
+        """Sample one rollout batch, and make its optimizer steps with reports and saves; a signal ends it early."""
+        trainer = self.trainer
+        step = trainer.iteration
+        laps = _Laps()
+        turn = self.collector.scheduler.turn(step, evaluates=self.weight_sync.is_evaluation_due)
+        data_metrics = self.collector.data_metrics(step)
         try:
-            for row in self._rollout_steps():
-                self._report_step(row)
-                self.saver.on_the_way()
-                self.save_hf()
-                trim_heap(self.trainer.iteration)
-                if self.is_stopped or self.is_done:
-                    break
+            collected, sync_metrics = self._collect(step, turn, laps)
         except Stopped:
             self.is_stopped = True
+            return
+
+        with laps.part("plan"):
+            if turn.begins_window:
+                trainer.sampling_weights.keep(trainer.chunks, step)
+            prepared = self.steps.prepare(collected)
+        self._say_of_replay()
+
+        summary = summarize_rollouts(collected.batch, self.groups, trainer.version)
+        self._look_at_rewards(summary.metrics, collected.batch)
+        batch_metrics = summary.metrics | collected.reward_metrics
+        batch_metrics |= trainer.rewards.metrics() | sync_metrics | data_metrics
+        nonzero_advantages: list[float] = []
+        if prepared is not None:
+            nonzero_advantages, metrics = summarize(
+                prepared.scores,
+                prepared.estimated,
+                self._mini_batches,
+                self.groups,
+                kl_metric=self.config.advantages.kl_metric,
+            )
+            batch_metrics |= prepared.plan.metrics() | metrics | trainer.routing_metrics
+            if trainer.is_attribution_due:
+                with laps.part("attribution"):
+                    self.attribution = trainer.attribution(prepared)
+                batch_metrics |= self.attribution.metrics()
+            prepared = self.steps.with_signals(prepared, nonzero_advantages)
+
+        self._make_steps(collected, prepared, summary, batch_metrics, nonzero_advantages, laps)
+
+    def _collect(self, step: int, turn: Turn, laps: _Laps) -> tuple[CollectedBatch, dict[str, float]]:
+        """Collect the batch that starts at ``step``, with the weight syncs and the orders of its turn.
+
+        Returns:
+            The batch, and the metrics of the sync; these are empty if no weights were sent.
+
+        Raises:
+            RunError: on every rank, if too few responses can be used.
+            Stopped: on every rank, if one of them was told to stop.
+        """
+        scheduler = self.collector.scheduler
+        sync_metrics: dict[str, float] = {}
+        if turn.syncs_before:
+            sync_metrics = self._sync(laps)
+        scheduler.order(turn.orders_before)
+        with laps.part("rollout"):
+            collected = self.collector.collect(step)
+            self.collector.check_scores(collected, step)
+        if turn.syncs_after:
+            sync_metrics = self._sync(laps)
+        scheduler.order(turn.orders_after)
+        return collected, sync_metrics
+
+    def _sync(self, laps: _Laps) -> dict[str, float]:
+        """Send the trainer's weights to the engines, and evaluate them if that is due; returns metrics of the sync."""
+        with laps.part("sync"):
+            metrics = self.weight_sync.sync()
+        if self.weight_sync.is_evaluation_due:
+            with laps.part("eval"):
+                self.weight_sync.evaluate()
+        return metrics
+
+    def _make_steps(
+        self,
+        collected: CollectedBatch,
+        prepared: PreparedBatch | None,
+        summary: RolloutSummary,
+        batch_metrics: dict[str, float],
+        nonzero_advantages: Sequence[float],
+        laps: _Laps,
+    ) -> None:
+        """Make the optimizer steps of a rollout batch, each with its report and its saves.
+
+        If all steps are left out, ``prepared`` is None and ``nonzero_advantages`` is empty; else it has, for each
+        mini-batch, the share of its responses that have an advantage. ``batch_metrics`` belong to every step's row.
+        """
+        trainer = self.trainer
+        num_updates = self.config.updates_per_rollout
+        selection = Selection(
+            summary.responses,
+            collected.excluded,
+            num_replicas=self.config.data_parallel_size,
+            num_mini_batches=self._mini_batches,
+            masks_overlong=self.config.rewards.overlong == "mask",
+        )
+        for update in range(num_updates):
+            mini_batch = update % self._mini_batches
+            with laps.part("update"):
+                result = self.steps.update(collected, prepared, update, mini_batch)
+            if update == 0:
+                seconds = laps.seconds_without("eval", "attribution")
+                batch_metrics["perf/tokens_per_second"] = batch_metrics["rollout/tokens"] / seconds
+            self._say_of_replay()
+
+            batch_metrics |= trainer.batch_check.metrics
+            row = batch_metrics | result.metrics
+            selection.count_step(mini_batch, result.accepted)
+            if update == num_updates - 1:
+                row |= selection.metrics(knows_versions=trainer.version is not None)
+            self.distributions = summary.distributions
+            # A correction in the loss has no metrics if its step was left out before the schedule.
+            if prepared is not None and any(name.startswith(self.config.correction.metric_prefix) for name in row):
+                self.distributions = self.distributions | trainer.distributions(prepared)
+            self.log_probs.after_update(prepared, update, mini_batch)
+            if nonzero_advantages:
+                row["reward/nonzero_advantages"] = nonzero_advantages[mini_batch]
+            self._report_step(row | laps.times, result.outcome)
+
+            self.saver.on_the_way()
+            self.save_hf()
+            trim_heap(trainer.iteration)
+            if self.is_stopped or self.is_done:
+                break
+
+    def _order_unfinished(self) -> None:
+        """Sample the rollouts again that a checkpoint left unfinished, from the weights that they were sampled from."""
+        scheduler = self.collector.scheduler
+        unfinished = scheduler.go_on(self.trainer.iteration, self.trainer.sampling_weights.version)
+        if unfinished:
+            self.weight_sync.sync_sampling_weights()
+            scheduler.order(unfinished)
 
     def save(self) -> None:
         """Make the last save; tell the launcher that nothing can be lost any more."""
@@ -196,67 +322,11 @@ class _Run:
 
     def _evaluate_last(self, note: str) -> None:
         """Give the engines the last weights and evaluate them, if ``--eval-interval`` asks for that."""
-        if self.weight_sync.is_wanted and not self.is_stopped:
+        if self.weight_sync.is_evaluation_due and not self.is_stopped:
             self._say(note)
             with suppress(Stopped):
-                self.weight_sync()
-
-    def _rollout_steps(self) -> Iterator[dict[str, float]]:
-        """Sample one rollout batch, and yield the metrics of each of its optimizer steps."""
-        trainer = self.trainer
-        collector = self.collector
-        lap = _Laps()
-        self.weight_sync.metrics = {}
-        data_metrics = collector.data_metrics(trainer.iteration)
-        batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
-        if collector.is_window_over:
-            trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
-        prepared = self.steps.prepare(batch, collector.baselines, collector.teacher_input)
-        lap("plan")
-        self._say_of_replay()
-        summary = summarize_rollouts(batch, self.groups, trainer.version)
-        self._look_at_rewards(summary.metrics, batch)
-        common = summary.metrics | collector.reward_metrics
-        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data_metrics
-        mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
-        selection = Selection(
-            summary.responses,
-            collector.excluded,
-            num_replicas=self.config.data_parallel_size,
-            num_mini_batches=mini_batches,
-            masks_overlong=self.config.rewards.overlong == "mask",
-        )
-        nonzero: list[float] = []
-        if prepared:
-            kl_metric = self.config.advantages.kl_metric
-            nonzero, metrics = summarize(
-                prepared.scores, prepared.estimated, mini_batches, self.groups, kl_metric=kl_metric
-            )
-            common |= prepared.plan.metrics() | metrics | trainer.routing_metrics
-            attribution = trainer.attribution(prepared)
-            if attribution is not None:
-                self.attribution = attribution
-                common |= attribution.metrics()
-                lap("attribution")
-            prepared = self.steps.with_signals(prepared, nonzero)
-        for update in range(self.config.updates_per_rollout):
-            metrics = self.steps.update(batch, prepared, update, update % mini_batches)
-            self._say_of_replay()
-            selection.count_step(update % mini_batches, trainer.accepted if prepared else None)
-            if update == self.config.updates_per_rollout - 1:
-                metrics |= selection.metrics(knows_versions=trainer.version is not None)
-            self.distributions = summary.distributions
-            # A correction in the loss has no metrics if its step was left out before the schedule.
-            if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
-                self.distributions = self.distributions | trainer.distributions(prepared)
-            self.log_probs.after_update(prepared, update, update % mini_batches)
-            if nonzero:
-                metrics["reward/nonzero_advantages"] = nonzero[update % mini_batches]
-            lap("update")
-            common |= trainer.batch_check.metrics
-            if update == 0:
-                common["perf/tokens_per_second"] = common["rollout/tokens"] / lap.seconds_without("eval")
-            yield common | metrics | lap.times
+                self.weight_sync.sync()
+                self.weight_sync.evaluate()
 
     def _look_at_rewards(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
         """Say once if all rewards of many rollout batches are equal."""
@@ -270,7 +340,7 @@ class _Run:
         if line is not None:
             self._say(line)
 
-    def _report_step(self, row: dict[str, float]) -> None:
+    def _report_step(self, row: dict[str, float], outcome: Outcome) -> None:
         """Report a step that was made or left out; all ranks learn whether the run stops.
 
         Raises:
@@ -285,7 +355,7 @@ class _Run:
             self.guard = self.guards.step(step, reported)
             # The condition may tell of a ruined model: the user goes on from an older checkpoint.
             self.trainer.writer.keeps_older = self.guard is not None
-        self.steps.check(row)
+        self.steps.check(outcome, row)
         self.profiling(step)
 
         batch_check = self.trainer.batch_check
@@ -311,17 +381,18 @@ class _Laps:
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
         self._begun = time.monotonic()
-        self._last = self._begun
 
-    def __call__(self, part: str) -> None:
-        """End a part."""
-        now = time.monotonic()
-        self.times[f"perf/{part}_seconds"] = now - self._last
-        self._last = now
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Context that measures a part; the time of an earlier part of that name is replaced."""
+        begun = time.monotonic()
+        yield
+        self.times[f"perf/{name}_seconds"] = time.monotonic() - begun
 
-    def seconds_without(self, part: str) -> float:
-        """Seconds since the beginning, without one part."""
-        return time.monotonic() - self._begun - self.times.get(f"perf/{part}_seconds", 0.0)
+    def seconds_without(self, *parts: str) -> float:
+        """Seconds since the beginning, without these parts."""
+        seconds = time.monotonic() - self._begun
+        return seconds - sum(self.times.get(f"perf/{part}_seconds", 0.0) for part in parts)
 
 
 def _check_rows(config: RunConfig) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -61,6 +63,28 @@ class PreparedBatch:
     without_signal: frozenset[int] = frozenset()  # mini-batches whose policy gradient is exactly 0, equal on all ranks
 
 
+class Outcome(Enum):
+    """What became of the policy's optimizer step."""
+
+    MADE = "made"
+    CRITIC_ONLY = "critic only"  # the critic alone learns in the first steps of the run
+    NOT_ACCEPTED = "not accepted"  # no token was accepted, or none had a weight
+    WITHOUT_SIGNAL = "without signal"  # every advantage was 0, so that the gradient would have been 0
+    OVERFLOW = "overflow"  # gradients in float16 overflowed
+    BAD = "bad"  # ``--bad-steps skip`` left it out
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an optimizer step that was made or left out, equal on all ranks."""
+
+    metrics: dict[str, float]
+    outcome: Outcome
+    # For each response of the mini-batch, replica after replica, whether one of its tokens is accepted with a weight
+    # other than 0. None: the step was left out before that counted.
+    accepted: list[bool] | None = None
+
+
 class Trainer(TrainedModel):
     """The policy on this rank, with its optimizer, reference, teachers, critic and correction.
 
@@ -73,8 +97,6 @@ class Trainer(TrainedModel):
         replay_check: check of the replayed experts; None unless the rollouts' experts are replayed.
         kept_log_probs: log π_θ of each micro-batch of the last step if ``keeps_log_probs`` is set; empty on stages
             before the last.
-        accepted: for each response of the last step's mini-batch, replica after replica, whether one of its tokens is
-            accepted with a weight other than 0; equal on all ranks. None: the step was left out for another reason.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -113,7 +135,7 @@ class Trainer(TrainedModel):
         self.loaded_from: Path | None = None
         self.keeps_log_probs = False
         self.kept_log_probs: list[Tensor] = []
-        self.accepted: list[bool] | None = None
+        self._accepted: list[bool] | None = None
         self._accepted_responses = AcceptedResponses(config, groups)
         self._accepted_numbers: list[float] = []
         self.routing_metrics: dict[str, float] = {}
@@ -238,6 +260,8 @@ class Trainer(TrainedModel):
                 values=values,
                 baselines=baselines,
             )
+            # The criterion opsm needs the signs of the advantages before the plan. Estimators that need the correction
+            # estimate again below, when it is known.
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
 
@@ -254,16 +278,19 @@ class Trainer(TrainedModel):
         prepared_values = self.critic.prepare(cut, values, returns) if self.critic else None
         return PreparedBatch(batch=cut, plan=plan, scores=scores, estimated=estimated, values=prepared_values)
 
-    def attribution(self, prepared: PreparedBatch) -> Attribution | None:
-        """Attribution of the mismatch to the policy's parameters, equal on all ranks; None unless it is due.
+    @property
+    def is_attribution_due(self) -> bool:
+        """Whether ``--attribution-interval`` asks for the attribution of the batch that the next step begins."""
+        interval = self.config.logging.attribution_interval
+        return interval is not None and self.iteration % interval < self.config.updates_per_rollout
+
+    def attribution(self, prepared: PreparedBatch) -> Attribution:
+        """Attribution of the mismatch to the policy's parameters, equal on all ranks.
 
         Call it before the first update on the batch: the trainer still has the weights that the engine got.
         """
         logging = self.config.logging
         local = prepared.batch.local
-        interval = logging.attribution_interval
-        if interval is None or self.iteration % interval >= self.config.updates_per_rollout:
-            return None
         phases.enter(f"the attribution of step {self.iteration + 1}")
         self.gather_weights()
         train = self.score(prepared.batch) if self.correction.corrects_in_loss else local.train_log_probs
@@ -324,50 +351,45 @@ class Trainer(TrainedModel):
             mini_batch_ids=cut.mini_batch_ids,
         )
 
-    def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
+    def update(self, prepared: PreparedBatch, mini_batch: int) -> StepResult:
         """Make one optimizer step of the policy, and of the critic if there is one.
 
         Without an accepted token, without a signal, or with ``--fp16`` gradients that overflow, the policy's step is
         skipped on all ranks; after an overflow Megatron lowers the loss scale. The critic's step is still made.
-
-        Returns:
-            Metrics of the step, equal on all ranks.
 
         Raises:
             BadStepError: on every rank, if the loss or the gradient norm is not finite, or the correction in the loss
                 finds an unusable log-prob at a trained position; no weight has changed.
         """
         phases.enter(f"the training of step {self.iteration + 1}")
-        self.accepted = None
         critic = self.critic
         values = None
         if critic is not None and prepared.values is not None:
             values = critic.accumulate(prepared.values, mini_batch, self.iteration + 1)
-        metrics = self._update_policy(prepared, mini_batch)
+        result = self._update_policy(prepared, mini_batch)
+        if critic is None or values is None:
+            return result
         # Step the critic last, so that a bad step of the policy changes neither model.
-        return metrics if critic is None or values is None else metrics | values | critic.step()
+        return dataclasses.replace(result, metrics=result.metrics | values | critic.step())
 
-    def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
+    def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> StepResult:
         """Make the policy's step, unless one of five reasons, checked as soon as each is known, leaves it out."""
-        self.kept_log_probs = []
         critic = self.config.critic
         # 1. The critic alone learns in the first steps of the run.
         if critic is not None and self.iteration < critic.num_critic_only_steps:
             self.iteration += 1
-            return self._end_metrics()
+            return StepResult(self._end_metrics(), Outcome.CRITIC_ONLY)
         # 2. The plan accepts no token.
         if prepared.plan.skips(mini_batch):
-            self.accepted = [False] * self.config.training.global_batch_size
-            return self.skip()
+            return self.skip(Outcome.NOT_ACCEPTED)
         # 3. Every advantage is 0, so that the gradient would be 0.
         if mini_batch in prepared.without_signal:
-            return self.skip(is_without_signal=True)
+            return self.skip(Outcome.WITHOUT_SIGNAL)
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         # 4. The correction in the loss accepts no token.
         if metrics is None:
-            self.accepted = [False] * self.config.training.global_batch_size
-            return self._step_metrics() | self.skip()
+            return self.skip(Outcome.NOT_ACCEPTED, self._step_metrics())
         if self.config.loss.distils:
             # Named by its kind: those of two runs can be compared only if they are of one.
             kind = self.config.loss.distillation_kind
@@ -385,23 +407,28 @@ class Trainer(TrainedModel):
             factor = self.config.schedule.ess_factor(metrics["lr_ess"])
             metrics["lr_ess_factor"] = factor
         learning_rate = self.learning_rate * factor
+        self._accepted = None  # the check of the gradient norm sets it
         with self.optimizer_here():
             grad_norm = self.optimizer_step(factor)
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
         # 5. Gradients in float16 overflow.
         if grad_norm is None:
-            return metrics | self.skip()
+            return self.skip(Outcome.OVERFLOW, metrics)
         self.iteration += 1
-        return metrics | {"grad_norm": grad_norm} | self._end_metrics() | {"lr": learning_rate}
+        metrics |= {"grad_norm": grad_norm} | self._end_metrics() | {"lr": learning_rate}
+        return StepResult(metrics, Outcome.MADE, self._accepted)
 
-    def skip(self, *, is_bad: bool = False, is_without_signal: bool = False) -> dict[str, float]:
-        """Leave a step out and return its metrics; weights, optimizer and learning rate stay."""
+    def skip(self, outcome: Outcome, metrics: Mapping[str, float] = MappingProxyType({})) -> StepResult:
+        """Leave a step out; weights, optimizer and learning rate stay. ``metrics``: those that the step has so far."""
         self.iteration += 1
         self.left_out.steps += 1
-        self.left_out.bad += is_bad
-        self.left_out.without_signal += is_without_signal
-        return self._end_metrics()
+        self.left_out.bad += outcome is Outcome.BAD
+        self.left_out.without_signal += outcome is Outcome.WITHOUT_SIGNAL
+        accepted = None
+        if outcome is Outcome.NOT_ACCEPTED:
+            accepted = [False] * self.config.training.global_batch_size
+        return StepResult({**metrics, **self._end_metrics()}, outcome, accepted)
 
     def _end_metrics(self) -> dict[str, float]:
         """Metrics of every step, made or left out."""
@@ -410,18 +437,16 @@ class Trainer(TrainedModel):
         return {"lr": self.learning_rate} | {name: float(count) for name, count in counts.items()}
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
-        """Compute the final gradients of one mini-batch in the model's buffers; makes no optimizer step.
+        """Compute the final gradients of one mini-batch, which the plan does not skip; makes no optimizer step.
 
         Returns:
-            Metrics of the loss and of a correction in the loss, equal on all ranks. None if no token is accepted, so
-            that the step must not be made; a correction in the loss finds this only after the schedule.
+            Metrics of the loss and of a correction in the loss, equal on all ranks. None if the correction in the loss
+            accepts no token, so that the step must not be made.
 
         Raises:
             BadStepError: see :meth:`update`.
         """
         self.kept_log_probs = []
-        if prepared.plan.skips(mini_batch):
-            return None
         self.clear_gradients()
         self.correction.num_training_tokens = []
         cuts = prepared.batch.cuts[mini_batch]
@@ -486,7 +511,7 @@ class Trainer(TrainedModel):
         norm = float(self._gradient_norm())
         numbers = self._accepted_numbers
         shared = self.checks.gradient(self.iteration + 1, norm, [*numbers, *self.batch_check.numbers])
-        self.accepted = [number > 0 for number in shared[: len(numbers)]]
+        self._accepted = [number > 0 for number in shared[: len(numbers)]]
         self.batch_check.hear(shared[len(numbers) :])
         return norm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rc.launch.distributed import largest_over_ranks
@@ -16,10 +15,9 @@ from megatron_rc.parallel import ParallelGroups
 
 
 class WeightSync:
-    """Sends weights to the engines, checks that they arrived, and makes evaluations that are due.
+    """Sends weights to the engines and checks that they arrived; evaluates them.
 
     Attributes:
-        metrics: metrics of the last sync.
         evaluated: step of the last evaluation; -1 if there was none.
     """
 
@@ -40,7 +38,6 @@ class WeightSync:
             self.check = SyncCheck(config, trainer.score, collector, groups)
         has_new_tokens = not config.rollouts.rollout_staleness or config.engine.rl_partial_rollouts
         trainer.batch_check.is_on = self.check is not None and has_new_tokens
-        self.metrics: dict[str, float] = {}
         self._syncs = 0
         self.evaluated = self._last_evaluation()
 
@@ -57,44 +54,43 @@ class WeightSync:
         return int(evaluated)
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether an evaluation is due: an interval or the run has ended since the last evaluation."""
+    def is_evaluation_due(self) -> bool:
+        """Whether an interval or the run has ended since the last evaluation."""
         interval = self.config.evaluation.eval_interval
         step = self.trainer.iteration
         if interval is None or step == self.evaluated:
             return False
         return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)
 
-    def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
-        """Sync and evaluate; ``lap`` is called with ``sync`` and ``eval`` after each.
+    def sync(self) -> dict[str, float]:
+        """Send the trainer's weights to the engines; returns metrics of the check, if one is due.
 
         No request is running meanwhile, unless ``--rl-partial-rollouts`` is given.
         """
-        step = self.trainer.iteration
-        self._send(step)
-        lap("sync")
-        if self.is_wanted:
-            self.evaluated = step
-            metrics = self.collector.evaluate(step)
-            if self.reporter is not None:
-                self.reporter.evaluation(step, metrics)
-            lap("eval")
+        return self._send(self.trainer.iteration)
 
-    def go_on(self) -> None:
-        """Sample the rollouts again that a checkpoint left unfinished, from the weights that they were sampled from."""
+    def sync_sampling_weights(self) -> None:
+        """Send the weights that sampled the rollouts which a checkpoint left unfinished."""
         sampling_weights = self.trainer.sampling_weights
+        with sampling_weights.in_place_of(self.trainer.chunks):
+            self._send(sampling_weights.version)
 
-        def send() -> None:
-            with sampling_weights.in_place_of(self.trainer.chunks):
-                self._send(sampling_weights.version)
+    def evaluate(self) -> None:
+        """Evaluate the engines' weights, which are the trainer's."""
+        step = self.trainer.iteration
+        self.evaluated = step
+        metrics = self.collector.evaluate(step)
+        if self.reporter is not None:
+            self.reporter.evaluation(step, metrics)
 
-        self.collector.go_on(self.trainer.iteration, sampling_weights.version, send)
-
-    def _send(self, version: int) -> None:
+    def _send(self, version: int) -> dict[str, float]:
+        """Send weights of ``version``; the check compares with the weights that the trainer has meanwhile."""
         was_restarted = self.collector.sync_weights(self.trainer.chunks, version)
         is_due = was_restarted or self._probe_is_due()
         self._syncs += 1
-        self.metrics = self.check(self.trainer.iteration) if self.check is not None and is_due else {}
+        if self.check is None or not is_due:
+            return {}
+        return self.check(self.trainer.iteration)
 
     def _probe_is_due(self) -> bool:
         """Whether a probe follows this sync: after the first sync, by interval, and if no rollout batch can be checked.

@@ -16,7 +16,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
-    """Read ``config.json`` as flags without dashes, with values as typed (``true`` and ``false`` for switches).
+    """Read ``config.json`` as values of flags, whose names have no dashes in front.
 
     ``name`` is the flag that gave the directory. Models with a feature that the tables of families do not convert are
     refused. Rotary parameters that contradict each other are one line in the log.

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import GATE_AND_UP, QUERY_KEY_VALUE, WHOLE
-from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, as_word
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, typed
 from megatron_rc.launch.weights.family import Rule
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -42,9 +42,9 @@ def bias_row(
             # Megatron gives a bias to no linear layer, to all of them, or to those of the attention.
             raise UnknownFeatureError(f"{mlp} is True, but the attention has not all biases")
         return {
-            "disable-bias-linear": as_word(str(mlp), "disable-bias-linear", not has_mlp),
-            "add-qkv-bias": as_word(str(qkv), "add-qkv-bias", has_qkv and not has_mlp),
-            "attention-output-bias": as_word(str(output), "attention-output-bias", has_output and not has_mlp),
+            "disable-bias-linear": typed(str(mlp), "disable-bias-linear", not has_mlp),
+            "add-qkv-bias": typed(str(qkv), "add-qkv-bias", has_qkv and not has_mlp),
+            "attention-output-bias": typed(str(output), "attention-output-bias", has_output and not has_mlp),
         }
 
     def write(config: RunConfig) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def _value(file: File, entry: str | bool, default: bool) -> bool:
     value = file.get(entry)
     if value is None:
         return default
-    return as_word(entry, "add-qkv-bias", value) == "true"
+    has_bias: bool = typed(entry, "add-qkv-bias", value)
+    return has_bias
 
 
 def has_qkv_bias(config: RunConfig) -> bool:

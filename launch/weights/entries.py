@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig, flag_options
 
-# Names without dashes, and values as typed; ``true`` and ``false`` for switches.
-Flags = dict[str, str]
+# Values of flags by their names, which have dashes inside and none in front.
+Flags = dict[str, Any]
 File = Mapping[str, Any]
 _REQUIRED = object()
 
@@ -79,7 +79,7 @@ def entry(
             value = default(file) if callable(default) else default
         if inverted and isinstance(value, bool):
             value = not value
-        return {one: as_word(name, one, value) for one in (flag, other_flag) if one and value is not None}
+        return {one: typed(name, one, value) for one in (flag, other_flag) if one and value is not None}
 
     def write(config: RunConfig) -> dict[str, Any]:
         value = config.value_of(flag)
@@ -93,7 +93,7 @@ def follows(flag: str, value: Callable[[File], Any], fits: Callable[[RunConfig],
 
     def read(file: File) -> Flags:
         found = value(file)
-        return {} if found is None else {flag: as_word(flag, flag, found)}
+        return {} if found is None else {flag: typed(flag, flag, found)}
 
     return Row(read, fits=fits)
 
@@ -116,7 +116,7 @@ def choice(name: str, flag: str, values: Mapping[str, Any], default: str) -> Row
         found = file.get(name, default)
         if not isinstance(found, str) or found not in values:
             raise UnknownFeatureError(f"{name} is {found!r}, not {' or '.join(map(repr, values))}")
-        return {flag: as_word(name, flag, values[found])}
+        return {flag: typed(name, flag, values[found])}
 
     def write(config: RunConfig) -> dict[str, Any]:
         return {name: next(word for word, meant in values.items() if meant == config.value_of(flag))}
@@ -129,8 +129,8 @@ def written(name: str, value: Any) -> Row:
     return Row(write=lambda config: {name: value})
 
 
-def as_word(name: str, flag: str, value: Any) -> str:
-    """Value of an entry as typed after the flag; UnknownFeatureError if it has another type than the flag."""
+def typed(name: str, flag: str, value: Any) -> Any:
+    """Value of an entry with the type of the flag; UnknownFeatureError if it has another type."""
     option = flag_options().get(flag)
     kind = bool if option is None else option[1].kind
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -138,6 +138,4 @@ def as_word(name: str, flag: str, value: Any) -> str:
     if not fits.get(kind, isinstance(value, str)):
         words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a word")
         raise UnknownFeatureError(f"{name} is {value!r}, not {words}")
-    if kind is bool:
-        return "true" if value else "false"
-    return str(int(value) if kind is int else value)
+    return kind(value)

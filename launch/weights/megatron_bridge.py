@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_rc.launch.errors import ConfigurationError, has_module, one_line
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.layer_patterns import pattern_in_words
-from megatron_rc.launch.weights.entries import Flags, as_word
+from megatron_rc.launch.run_config.layer_patterns import expert_layers, pattern_in_words
+from megatron_rc.launch.weights.entries import Flags, typed
 from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.parallel.groups import ParallelGroups
 
@@ -102,23 +102,24 @@ def read_bridged(folder: str | Path) -> Flags:
     flags: Flags = {
         "weights-bridge": BRIDGE,
         "transformer-impl": "transformer_engine",
-        "group-query-attention": "true",
+        "group-query-attention": True,
         # Megatron-Bridge's conversions need embeddings without padding.
-        "make-vocab-size-divisible-by": "1",
+        "make-vocab-size-divisible-by": 1,
         # In the run's memory estimate; the provider's own embedding is used.
         "position-embedding-type": "rope",
     }
     for flag, field in _FIELDS.items():
         value = getattr(provider, field, None)
         if value is not None:
-            flags[flag] = as_word(field, flag, value)
+            flags[flag] = typed(field, flag, value)
     for flag, (field, is_inverted) in _SWITCHES.items():
-        flags[flag] = as_word(field, flag, bool(getattr(provider, field)) != is_inverted)
+        flags[flag] = typed(field, flag, bool(getattr(provider, field)) != is_inverted)
     if "num-query-groups" not in flags:
         flags["num-query-groups"] = flags["num-attention-heads"]
     pattern = getattr(provider, "moe_layer_freq", 1)
     if "num-experts" in flags:
-        flags["moe-layer-freq"] = str(pattern) if isinstance(pattern, int) else pattern_in_words(list(pattern))
+        written = str(pattern) if isinstance(pattern, int) else pattern_in_words(list(pattern))
+        flags["moe-layer-freq"] = expert_layers(written)
     return flags
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, as_word
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, typed
 
 _PART = "partial_rotary_factor"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -60,8 +60,8 @@ def rotary_row(
         elif kind == "dynamic":
             flags |= _read_factor(parameters, "rope-dynamic-factor")
         elif kind == "yarn":
-            if float(flags["rotary-percent"]) != 1:
-                part = flags["rotary-percent"]
+            part = flags["rotary-percent"]
+            if part != 1:
                 raise UnknownFeatureError(f"yarn's rotary embeddings have {_PART} {part}, not 1.0")
             flags |= _read_yarn(parameters, file)
         return flags
@@ -102,11 +102,11 @@ def _read_llama3(parameters: File) -> Flags:
     for name, value in _LLAMA3.items():
         if parameters.get(name) != value:
             raise UnknownFeatureError(f"{name} of llama3's rotary embeddings is {parameters.get(name)!r}, not {value}")
-    return {"use-rope-scaling": "true"} | _read_factor(parameters, "rope-scaling-factor")
+    return {"use-rope-scaling": True} | _read_factor(parameters, "rope-scaling-factor")
 
 
 def _read_factor(parameters: File, flag: str) -> Flags:
-    return {flag: as_word("factor", flag, parameters.get("factor"))}
+    return {flag: typed("factor", flag, parameters.get("factor"))}
 
 
 def _read_yarn(parameters: File, file: File) -> Flags:
@@ -122,8 +122,8 @@ def _read_yarn(parameters: File, file: File) -> Flags:
     # transformers uses both or none, and none beside an attention factor.
     if values["attention_factor"] is not None or not (values["mscale"] and values["mscale_all_dim"]):
         values["mscale"] = values["mscale_all_dim"] = None
-    words = {flag: as_word(name, flag, values[name]) for name, flag in _PLAIN_YARN.items() if values[name] is not None}
-    return {"position-embedding-type": "yarn"} | words
+    scaling = {flag: typed(name, flag, values[name]) for name, flag in _PLAIN_YARN.items() if values[name] is not None}
+    return {"position-embedding-type": "yarn"} | scaling
 
 
 def _read_latent(file: File) -> Flags:
@@ -138,8 +138,8 @@ def _read_latent(file: File) -> Flags:
         raise UnknownFeatureError("yarn's rotary embeddings have mscale_all_dim without mscale")
     if not values["mscale_all_dim"]:
         values["mscale"] = 1.0  # transformers ignores mscale here
-    words = {flag: as_word(name, flag, values.get(name)) for name, flag in _YARN.items()}
-    return flags | words | {"rope-type": "yarn"}
+    scaling = {flag: typed(name, flag, values.get(name)) for name, flag in _YARN.items()}
+    return flags | scaling | {"rope-type": "yarn"}
 
 
 def _write_latent(config: RunConfig) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def _read(
     theta = parameters.get("rope_theta") or default_theta
     flags = {
         "position-embedding-type": "rope",
-        "rotary-base": as_word("rope_theta", "rotary-base", theta),
-        "rotary-percent": as_word(_PART, "rotary-percent", part),
-        "use-rope-scaling": "false",
+        "rotary-base": typed("rope_theta", "rotary-base", theta),
+        "rotary-percent": typed(_PART, "rotary-percent", part),
+        "use-rope-scaling": False,
     }
     return parameters, kind, flags

@@ -25,14 +25,14 @@ from megatron_rc.settings.criterion import Need, SequenceValues
 
 @dataclass(frozen=True)
 class HistoryValues:
-    """Numbers of the tokens of one micro-batch, of the layout's local shape, float64, 0 if invalid."""
+    """Log weights and turn statistics of one micro-batch's tokens: local shape, float64, 0 if invalid."""
 
-    log_weight: Tensor | None  # log of the unbounded weight; None: it is log ρ, or of the whole sequence
+    log_weight: Tensor | None  # unbounded; None: the level is token or sequence, and others compute the weight
     statistics: dict[str, Tensor]  # by the name of each criterion on turns: its statistic
 
 
 def history_values(shards: Shards, config: RolloutCorrectionConfig, cp: Group | None) -> list[HistoryValues]:
-    """Return the numbers of each micro-batch, if the correction needs any (``config.needs_history``).
+    """Return the log weights and turn statistics of each micro-batch; call it if ``config.needs_history``.
 
     Collectives: one SUM over each CP group for weights of prefixes, two for turns.
 

@@ -175,14 +175,14 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
         facts["staleness_mean"] = float(behind.clamp(min=0).double().mean())
     size = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
     remedy = f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.program]['record']})"
-    notes = () if sampled.old_log_probs is not None else (remedy,)
+    notes = sampled.notes if sampled.old_log_probs is not None else (*sampled.notes, remedy)
     return Evidence(f"{what}: {size}", facts, sampled, notes, sampled.program)
 
 
 def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
     """Evidence of a run's metrics."""
     history, bad, names = own_rows(rows, path, prefix)
-    note = f"{bad} rows have a metric that is NaN or infinite; it is beyond its limit, if it has one"
+    note = f"{bad} rows have a metric that is NaN or infinite; a distance is then beyond its limit, a share left out"
     notes = (note,) if bad else ()
     settings = (read_settings(path.parent) if path.name == METRICS_FILE else None) or None
     program = OWN if settings else program_of(map(str, names))

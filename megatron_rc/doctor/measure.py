@@ -16,7 +16,7 @@ MAX_TOKENS = 2**18  # the slower facts use only the first tokens
 NOISE = 0.02  # nats; smaller log-ratios are rounding
 _FEW = 8  # tokens; shorter sequences are not judged
 _UNCERTAIN = 0.25  # nats a token: a probability of 0.78
-_CAP = 0.5  # nats; the most that one token adds to its sequence
+_CAP = 0.5  # the most that one token adds to its sequence, so that a few far tokens make no far sequence
 # Temperatures of the trainer over the engine's that are tried.
 _SHARPER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5)
 _OTHERS = 64  # tokens that share the rest of the probability equally, at most
@@ -130,8 +130,11 @@ def _correlation(rollout: Tensor, old: Tensor) -> dict[str, float]:
 
 
 def _noise(rollout: Tensor, old: Tensor) -> Tensor:
-    """[...] |log ρ| over 1 - p: rounding of the logits moves the log-prob of a token by 1 - p of the rounding."""
-    return (old - rollout).abs().clamp(max=_CAP) / (1.01 - rollout.exp().clamp(max=1.0))
+    """[...] |log ρ| over 1 - p, at most ``_CAP``.
+
+    Rounding of the logits moves the log-prob of a token by 1 - p of the rounding.
+    """
+    return ((old - rollout).abs() / (1.01 - rollout.exp().clamp(max=1.0))).clamp(max=_CAP)
 
 
 def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, float]:

@@ -24,11 +24,16 @@ from megatron_rc.doctor.programs import (
 )
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.tables import object_of, parse_json
-from megatron_rc.records.formats.rows import numbered
+from megatron_rc.records.formats.rows import are_unscored, numbered
 from megatron_rc.records.storage import existing
 from megatron_rc.records.tensor_files import SUFFIXES, TORCH_SUFFIXES, read_tensors, read_torch_file
 
 _LARGEST = 1e30  # a larger number is no reward
+_WITHOUT_SCORES = (
+    "the trainer's log-probs are a copy of the engine's, as verl's bypass mode writes them, or all 0, as NeMo-RL's "
+    "force_on_policy_ratio does; an engine and a trainer that agree in every bit look the same: the distance is unknown"
+)
+_WITHOUT_MASK = f"the record has no {MASK[0]} and no attention_mask: every position is judged, padding too"
 
 
 def is_record(names: Mapping[str, Any]) -> bool:
@@ -67,16 +72,16 @@ def _objects_of_slime(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | N
     samples = content.get("samples")
     columns = content.get("rollout_data")
     if isinstance(samples, list) and samples and all(isinstance(sample, Mapping) for sample in samples):
-        return samples
+        return [{name: _plain(value) for name, value in sample.items()} for sample in samples]
     if not isinstance(columns, Mapping):
         return None
     lists = {name: column for name, column in columns.items() if isinstance(column, list)}
-    return [
-        {
-            name: [value.tolist() if isinstance(value, Tensor) else value for value in column]
-            for name, column in lists.items()
-        }
-    ]
+    return [{name: [_plain(value) for value in column] for name, column in lists.items()}]
+
+
+def _plain(value: Any) -> Any:
+    """Lists and numbers in place of a tensor."""
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def sampled_of_lines(path: Path) -> Sampled | None:
@@ -122,6 +127,10 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         # Responses that the trainer did not score are left out, as tokens of our own records are.
         mask &= is_scored.unsqueeze(1)
         old = _padded([piece[1] or [] for piece in pieces], width)
+    old, notes = _if_scored(old, rollout, mask)
+    # Lists of different lengths have no padding.
+    if len({len(piece[0]) for piece in pieces}) == 1 and all(_mask_of(row, width) is None for row in rows):
+        notes = (*notes, _WITHOUT_MASK)
     return Sampled(
         rollout_log_probs=rollout,
         response_mask=mask,
@@ -130,13 +139,15 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
         group_ids=_groups([_first(row, GROUP) for row in rows]),
         program=program_of_record(rows[0]),
+        notes=notes,
         tokens=_tokens([_first(row, TOKENS) for row in rows], [len(piece[0]) for piece in pieces], width),
     )
 
 
 def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
     """Responses from tensors [n, s] by name; rewards and versions [n]. ValueError names a field that does not fit."""
-    rollout, old, mask = (_first(tensors, names) for names in (ROLLOUT, OLD, MASK))
+    rollout, old = (_first(tensors, names) for names in (ROLLOUT, OLD))
+    mask = _mask_of(tensors, rollout.shape[1] if rollout.dim() == 2 else 0)
     for name, value in ((ROLLOUT[0], rollout), (OLD[0], old), (MASK[0], mask)):
         if value is not None and (value.dim() != 2 or value.shape != rollout.shape):
             raise ValueError(
@@ -144,9 +155,11 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
             )
         if value is not None and value.is_complex():
             raise ValueError(f"{path}: {name} is {value.dtype}: expected real numbers")
+    notes: tuple[str, ...] = () if mask is not None else (_WITHOUT_MASK,)
     mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask != 0
     if not mask.any():
         raise ValueError(f"{path}: no response has a sampled token")
+    old, notes_of_scores = _if_scored(old, rollout, mask)
 
     def of_each(names: Sequence[str]) -> list[Any]:
         value = _first(tensors, names)
@@ -166,8 +179,31 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
         group_ids=_groups(of_each(GROUP)),
         program=program_of_record(tensors),
+        notes=(*notes_of_scores, *notes),
         tokens=None if tokens is None else tokens[:, tokens.shape[1] - rollout.shape[1] :].long(),
     )
+
+
+def _mask_of(fields: Mapping[str, Any], width: int) -> Any:
+    """The mask of one response, or of all of them; None if the record has none.
+
+    As in verl, the attention mask of prompts and responses serves if there is no other. The responses are its last
+    ``width`` columns.
+    """
+    mask = _first(fields, MASK)
+    attention = fields.get("attention_mask")
+    if mask is None and isinstance(attention, list):
+        return attention[-width:]
+    if mask is None and isinstance(attention, Tensor):
+        return attention[..., -width:]
+    return mask
+
+
+def _if_scored(old: Tensor | None, rollout: Tensor, mask: Tensor) -> tuple[Tensor | None, tuple[str, ...]]:
+    """The trainer's log-probs, or None and a note if a program wrote something else in their place."""
+    if old is not None and any(are_unscored(old, mask, unscored) for unscored in (0.0, rollout)):
+        return None, (_WITHOUT_SCORES,)
+    return old, ()
 
 
 def _rows(value: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
@@ -189,9 +225,10 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], list[Any] | None, list[Any]]:
     """Engine's log-probs, trainer's log-probs and mask of one response, all of one length."""
-    rollout, old, mask = (_first(row, names) for names in (ROLLOUT, OLD, MASK))
+    rollout, old = (_first(row, names) for names in (ROLLOUT, OLD))
     if not isinstance(rollout, list):
         raise ValueError(f"{path}: response {index} has no {ROLLOUT[0]}: ask the engine for log-probs")
+    mask = _mask_of(row, len(rollout))
     mask = [1] * len(rollout) if mask is None else mask
     mask = [value or 0 for value in mask] if isinstance(mask, list) else mask
     for name, values in ((OLD[0], old), (MASK[0], mask)):

@@ -1,9 +1,9 @@
 """Names of other programs: metrics that they write, fields of their records, and settings that advice names.
 
-Names are taken from the programs' code: verl 0.9 (``trainer/ppo/rollout_corr_helper.py``, ``utils/debug/metrics.py``),
-slime 624b824 (``backends/megatron_utils/loss.py``, ``examples/train_infer_mismatch_helper/mis.py``), NeMo-RL 7ea279a
-(``algorithms/loss/loss_functions.py``), TRL 1.16 (``trainer/grpo_trainer.py``) and prime-rl 559b447
-(``trainer/rl/train.py``, ``trainer/rl/token_export.py``).
+Names are taken from the programs' code: verl 1dda039 (``trainer/ppo/rollout_corr_helper.py``,
+``trainer/ppo/v1/trainer_base.py``, ``utils/debug/metrics.py``), slime 624b824 (``backends/megatron_utils/loss.py``,
+``examples/train_infer_mismatch_helper/mis.py``), NeMo-RL 7ea279a (``algorithms/loss/loss_functions.py``), TRL 1.16
+(``trainer/grpo_trainer.py``) and prime-rl 559b447 (``trainer/rl/train.py``, ``trainer/rl/token_export.py``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ STEP_NAMES = (
     "train/step",
 )
 
-# For each program: the end of a metric's name, whatever stands before it (train/, actor/), and our name. Two metrics of
-# one row with the same name of ours are added up: the shares below and above two bounds.
+# For each program: the end of a metric's name, whatever stands before it (train/, actor/), and our name. Two shares of
+# one row with the same name of ours are added up: those below and above two bounds.
 NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "verl": {
         "training/rollout_probs_diff_mean": "probs_diff_mean",
         "training/rollout_actor_probs_pearson_corr": "probs_correlation",
+        # 0: the batch had no token to compare, and the two numbers above say nothing.
+        "training/rollout_probs_diff_valid": "probs_diff_valid",
         "response_length/mean": "response_length",
-        "fully_async/staleness/mean": "staleness_mean",
+        "training/off_policy/trajectory_staleness/mean": "staleness_mean",
         "critic/score/mean": "reward",
         "actor/grad_norm": "grad_norm",
     },
@@ -69,9 +71,9 @@ NAMES_OF: Mapping[str, Mapping[str, str]] = {
         "mis_tis_truncate_fraction": "rollout_is_ratio_fraction_high",
         "mis_tis_clip_fraction_high": "rollout_is_ratio_fraction_high",
         "mis_tis_clip_fraction_low": "rollout_is_ratio_fraction_low",
-        # Its mode ``mask`` rejects, as its use_rs does.
-        "mis_tis_mask_fraction_low": "rollout_rs_masked_fraction",
-        "mis_tis_mask_fraction_high": "rollout_rs_masked_fraction",
+        # Its mode ``mask`` and its use_rs may reject the same tokens, so these are not added to those of use_rs.
+        "mis_tis_mask_fraction_low": "rollout_is_masked_fraction",
+        "mis_tis_mask_fraction_high": "rollout_is_masked_fraction",
         "mis_rs_mask_fraction_low": "rollout_rs_masked_fraction",
         "mis_rs_mask_fraction_high": "rollout_rs_masked_fraction",
         "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
@@ -100,6 +102,9 @@ NAMES_OF: Mapping[str, Mapping[str, str]] = {
     },
 }
 _OF_VERL = ("actor/", "training/", "timing_s/")  # prefixes of verl's other metrics
+# Metrics whose names begin so describe no training on the engine's samples: those of an evaluation, and those of
+# prime-rl's distillation from a teacher.
+_OTHER_BEGINNINGS = ("eval/", "test/", "validation/", "ref_kl/")
 _WHOLE = {"grad_norm": "grad_norm", "train/grad_norm": "grad_norm", "reward": "reward"}  # not critic/grad_norm
 # This project's and verl's names, and those of slime's page, which no release of its code writes any more.
 _PREFIXED = re.compile(r"(?:^|/)(?:(?:rollout_corr|mismatch)/(?:mismatch_)?|mismatch_)([^/]+)$")
@@ -111,7 +116,9 @@ def own_name(name: str) -> str | None:
 
     W&B's exports put the run and `` - `` before a name.
     """
-    name = _without_run(name)
+    name = without_run(name)
+    if name.startswith(_OTHER_BEGINNINGS):
+        return None
     if name.startswith(ATTRIBUTION):
         return name
     match = _PREFIXED.search(name)
@@ -126,7 +133,7 @@ def own_name(name: str) -> str | None:
 
 def program_of(names: Iterable[str]) -> str:
     """The program that writes metrics of these names; this project if they do not tell."""
-    metrics = [_without_run(name) for name in names]
+    metrics = [without_run(name) for name in names]
     for program, names_of_program in NAMES_OF.items():
         if any(_ends_with(metric, ending) for metric in metrics for ending in names_of_program):
             return program
@@ -137,8 +144,8 @@ def program_of(names: Iterable[str]) -> str:
     return OWN
 
 
-def _without_run(name: str) -> str:
-    """The name without the run that W&B's exports put before it."""
+def without_run(name: str) -> str:
+    """A metric's name without the run that W&B's exports put before it."""
     return name.rpartition(" - ")[2].strip()
 
 
@@ -184,7 +191,8 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "verl": {
         "signal": _SIGNAL,
         "temperature": "actor_rollout_ref.rollout.temperature",
-        "staleness": "async_training.staleness_threshold",
+        "staleness": "trainer.v1.sampler.max_off_policy_threshold, or async_training.staleness_threshold of the fully "
+        "asynchronous trainer",
         "scale": "",
         "veto": "rollout_token_veto_threshold",
         "record": "old_log_probs beside rollout_log_probs",

@@ -254,8 +254,8 @@ RULES: tuple[Rule, ...] = (
         title="a stale cache, or one engine with other weights",
         needs=(("two_kinds", "far_noise"),),
         holds=_is_of_two_kinds,
-        words="{far_sequences:.0%} of the sequences are {far_noise:.2f} apart, the others {near_noise:.3f} (|log ρ| / "
-        "(1 - p), p: probability of the token)",
+        words="{far_sequences:.0%} of the sequences are {far_noise:.2f} apart, the others {near_noise:.3f} (mean "
+        "over tokens of |log ρ| / (1 - p), at most 0.5 a token; p: probability of the token)",
         advice="empty the engine's prefix cache after every weight sync, and compare the weights of every replica with "
         "the trainer's weights",
         sources="SkyRL#2246 (stale prefix cache: mean difference 0.87); vLLM's reset_prefix_cache",
@@ -342,8 +342,9 @@ RULES: tuple[Rule, ...] = (
         holds=_has_tails,
         words="k3 is {k3_kl:.2g} although nine tokens of ten have log ρ between {log_ratio_p05:.3f} and "
         "{log_ratio_p95:.3f}: a few tokens carry it; 1st percentile {log_ratio_p01:.2f}",
-        advice="reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); the "
-        "usual causes are routing of experts and tokens of low probability",
+        advice="set their weights to 0 (decoupled_token_icepop) or, if few responses have such a token, reject these "
+        "responses (trust_region_masking); the usual causes are routing of experts, another end token, and tokens of "
+        "low probability",
         sources=f"{_LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); Ma et al. 2025, Stabilizing MoE "
         "Reinforcement Learning by Aligning Training and Inference Routers, arXiv 2510.11370",
         unless=_OF_DATA,
@@ -376,18 +377,6 @@ RULES: tuple[Rule, ...] = (
         kind=WEIGHTS,
     ),
     Rule(
-        name="long_products",
-        title="sequence weights that few responses carry",
-        needs=tuple((name, near) for name in SYMPTOMS for near in ("chi2_token", "k3_kl", *OTHER_DISTANCES)),
-        holds=_are_long_products,
-        words="effective sample size of the weights {rollout_is_eff_sample_size:.2f}; standard deviation "
-        "{rollout_is_std:.2f}; mean {rollout_is_mean:.2g}; χ² of tokens only {chi2_token:.2g}; k3 only {k3_kl:.2g}",
-        advice="use token weights, and reject sequences by their geometric mean",
-        sources=f"{_VERL} (effective sample size < 0.3); {_LIU}",
-        unless=(*_OF_DATA, "growing_length"),
-        kind=WEIGHTS,
-    ),
-    Rule(
         name="gspo_with_sequence_weights",
         title="GSPO beside sequence weights",
         needs=(("gspo", "sequence_weights"),),
@@ -415,8 +404,22 @@ RULES: tuple[Rule, ...] = (
         holds=lambda facts: any(facts[name] >= 0.5 for name in CUTS),
         words="rejected {rollout_rs_masked_fraction:.0%}; weight 0 {rollout_is_masked_fraction:.0%}; out of bounds "
         "{rollout_is_oob_ratio:.0%}; above the upper bound {rollout_is_ratio_fraction_high:.0%}",
-        advice="widen the bounds until they cut at most 5 % of the tokens, or bring the policies closer first",
+        advice="widen the bounds until they cut at most 5 % of the tokens, or bring the policies closer first; if "
+        "these are weights of sequences, use token weights, which do not depend on the length",
         sources=f"{_MEASURED}; {_VERL}",
+    ),
+    Rule(
+        name="long_products",
+        title="sequence weights that few responses carry",
+        needs=tuple((name, near) for name in SYMPTOMS for near in ("chi2_token", "k3_kl", *OTHER_DISTANCES)),
+        holds=_are_long_products,
+        words="effective sample size of the weights {rollout_is_eff_sample_size:.2f}; standard deviation "
+        "{rollout_is_std:.2f}; mean {rollout_is_mean:.2g}; χ² of tokens only {chi2_token:.2g}; k3 only {k3_kl:.2g}",
+        advice="if these are weights of sequences, use token weights, and reject sequences by their geometric mean; if "
+        "they are of another level, say so with the doctor's flag --rollout-is, and they are judged as such",
+        sources=f"{_VERL} (effective sample size < 0.3); {_LIU}",
+        unless=(*_OF_DATA, "growing_length", "threshold_cuts_half"),
+        kind=WEIGHTS,
     ),
     Rule(
         name="veto",

@@ -24,6 +24,7 @@ class Sampled:
     group_ids: Tensor | None = None  # [n] int64, equal for the responses to one prompt
     tokens: Tensor | None = None  # [n, s] int64, token ids
     program: str = OWN  # that wrote the record
+    notes: tuple[str, ...] = ()  # sentences about what the record lacks
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:

@@ -47,14 +47,16 @@ class Limit:
     jump: float = 5.0
 
 
-# Distances; and shares of tokens or sequences, which a correction rejects, gives weight 0, or bounds.
-_SHARE = Limit(limit=0.5, gross=0.9, jump=2.0)
-LIMITS = {
+DISTANCES = {
     "k3_kl": Limit(limit=K3, gross=0.1),
     "kl": Limit(limit=0.1, gross=1.0),
     "probs_diff_mean": Limit(limit=0.01, gross=0.2),
     "mult_prob_error": Limit(limit=1.05, gross=2.0, jump=1.05),
     "abs_log_ratio": Limit(limit=0.1, gross=1.0),
+}
+# Shares of tokens or sequences, which a correction rejects, gives weight 0, or bounds.
+_SHARE = Limit(limit=0.5, gross=0.9, jump=2.0)
+LIMITS = DISTANCES | {
     "rollout_is_veto_fraction": Limit(limit=0.1, gross=0.5),
     "rollout_rs_masked_fraction": _SHARE,
     "rollout_is_masked_fraction": _SHARE,

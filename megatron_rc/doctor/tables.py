@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rc.doctor.programs import ROLLOUT, STEP_NAMES, own_name
-from megatron_rc.doctor.series import LIMITS, History
+from megatron_rc.doctor.programs import ROLLOUT, STEP_NAMES, own_name, without_run
+from megatron_rc.doctor.series import DISTANCES, History
 
 Row = dict[str, float]
 EVENTS = "events.out.tfevents.*"
+_OUT_OF_ORDER = 0.05  # share of the rows; resumed runs whose steps were logged at other intervals have fewer
 _OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward", "entropy"}  # metrics that any run has
 # Lists under these names have a number for each token: such a line is a response, not the history of a run.
 _OF_TOKENS = {
@@ -122,21 +123,10 @@ def _by_step(column: Any) -> dict[int, Any]:
 
 
 def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a table whose first line has names.
-
-    ValueError if it is no CSV, or if a metric has several columns, as in an export of several runs.
-    """
+    """The rows of a table whose first line has names; ValueError if it is no CSV."""
     reader = csv.DictReader(lines)
     try:
         names = [name for name in reader.fieldnames or () if name and not name.endswith(("__MIN", "__MAX"))]
-        seen: dict[str, str] = {}
-        for name in names:
-            metric = name.rpartition(" - ")[2].strip()
-            if own_name(name) is not None and metric in seen:
-                raise ValueError(
-                    f"{path}: the columns {seen[metric]!r} and {name!r} are both {own_name(name)}: export one run"
-                )
-            seen[metric] = name
         for line in reader:
             yield {name: line[name] for name in names}
     except csv.Error as problem:
@@ -163,28 +153,49 @@ def rows_of_events(folder: Path) -> Iterator[Mapping[str, Any]]:
 def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
     """Metrics of a run under our names, the number of rows with a NaN or infinite one, and the file's names.
 
-    NaN and infinity count as infinite, beyond the limit, for a metric with a limit; else they are left out. A reward or
-    a gradient norm that is NaN says nothing about the two policies, and its row is not counted. ``prefix`` is the run's
-    own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of the two policies, or
-    all have a NaN or infinite one.
+    A distance that is NaN or infinite counts as infinite, beyond its limit; any other such number is left out. A reward
+    or a gradient norm that is NaN says nothing about the two policies, and its row is not counted. ``prefix`` is the
+    run's own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of the two policies,
+    if all have a NaN or infinite one, if a metric has two columns, or if the rows are not in the order of time.
     """
     history = History()
     bad = 0
     names: set[Any] = set()
     for row in rows:
         names |= row.keys()
-        metrics = own_row(row, prefix)
+        try:
+            metrics = own_row(row, prefix)
+        except ValueError as problem:
+            raise ValueError(f"{path}: {problem}") from None
         if not metrics.keys() - _OF_ANY_RUN:
             continue
         unusable = {name for name, value in metrics.items() if not math.isfinite(value)}
         bad += not unusable <= _OF_ANY_RUN
-        beyond = dict.fromkeys(unusable & LIMITS.keys(), math.inf)
+        beyond = dict.fromkeys(unusable & DISTANCES.keys(), math.inf)
         history.add({name: value for name, value in metrics.items() if name not in unusable} | beyond)
+    if _rows_out_of_order(history.steps) > _OUT_OF_ORDER * history.num_rows:
+        raise ValueError(f"{path}: the rows are not in the order of their steps: sort them, the oldest step first")
     if history.num_rows > bad:
         return history, bad, names
     if bad:
         raise ValueError(f"{path}: all {bad} rows have a number that is NaN or infinite: the log-probs are broken")
     raise ValueError(f"{path} {_without_metrics(names)}")
+
+
+def _rows_out_of_order(steps: Iterable[float]) -> int:
+    """Number of rows with a step that no row before has had, though one of them had a higher step.
+
+    The steps of a resumed run go down too, but to steps that it had before.
+    """
+    seen: set[float] = set()
+    highest = -math.inf
+    count = 0
+    for step in steps:
+        if step < highest and step not in seen:
+            count += 1
+        seen.add(step)
+        highest = max(highest, step)
+    return count
 
 
 def _without_metrics(names: set[Any]) -> str:
@@ -199,6 +210,11 @@ def _without_metrics(names: set[Any]) -> str:
             "is TensorBoard's table of one metric without its name: replace Value in the first line by the metric's "
             "name, for example rollout_corr/k3_kl"
         )
+    if any(own_name(name) == "probs_diff_valid" for name in names if isinstance(name, str)):
+        return (
+            "has no step in which verl compared a token (training/rollout_probs_diff_valid is 0): give the "
+            "rollout_corr/ metrics, or a recorded batch"
+        )
     shown = ", ".join(sorted(map(str, names))[:5]) or "none"
     return (
         f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and others, or the names of "
@@ -209,22 +225,33 @@ def _without_metrics(names: set[Any]) -> str:
 def own_row(row: Mapping[str, Any], prefix: str) -> Row:
     """The numbers of one step under our names, without metrics that the rules do not use.
 
-    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's.
+    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's. ValueError if two names
+    mean the same metric, as in an export of two runs, or of two parts of one run.
     """
     metrics: Row = {}
-    if row.get("training/rollout_probs_diff_valid") in (0, 0.0, "0"):
-        row = {name: value for name, value in row.items() if "rollout_probs_diff" not in name}
+    names: dict[tuple[str, str], str] = {}
     for name, value in row.items():
         if name is None or isinstance(value, (list, dict)):
             continue
         metric = "step" if name in STEP_NAMES else own_name(_unprefixed(name, prefix))
-        number = _number(value)
-        if metric is None or number is None:
+        if metric is None:
             continue
-        is_share = "fraction" in name
-        if is_share and metric in metrics:
+
+        # The shares below and above two bounds have one name of ours, and are added up.
+        side = without_run(name).rpartition("/")[2] if "fraction" in name else ""
+        first_name = names.setdefault((metric, side), name)
+        if first_name != name and metric != "step":
+            raise ValueError(f"{first_name!r} and {name!r} are both {metric}: export one run, and one of its parts")
+
+        number = _number(value)
+        if number is None:
+            continue
+        if side and metric in metrics:
             number = min(metrics[metric] + number, 1.0)
         metrics[metric] = number
+    if metrics.pop("probs_diff_valid", 1.0) == 0:
+        metrics.pop("probs_diff_mean", None)
+        metrics.pop("probs_correlation", None)
     return metrics
 
 

@@ -40,7 +40,7 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
         try:
             save_file(copies, temporary, metadata={_KEY: json.dumps(header)})
         except SafetensorError as problem:
-            # An error of the file system, such as a full disk, is told as one.
+            # Such as a full disk: callers expect OSError.
             raise OSError(f"cannot write {path}: {problem}") from problem
 
 

@@ -89,7 +89,9 @@ def support_of(kept: Any, *, counts: Any = None, offsets: Any = None) -> tuple[T
         counts = offsets.diff()
     total = int(counts.sum())
     if (counts < 0).any() or total != len(ids):
-        raise ValueError(f"{len(ids)} kept tokens came for positions with {total}: the record is damaged")
+        raise ValueError(
+            f"{len(ids)} kept tokens, but their counts sum to {total}, or one is negative: the record is damaged"
+        )
     return ids, counts
 
 

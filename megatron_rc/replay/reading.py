@@ -28,6 +28,7 @@ class NamedBatch:
     name: str
     records: RolloutBatch
     version: int | None = None
+    notes: tuple[str, ...] = ()  # sentences about what another program's record lacks
 
 
 def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[NamedBatch]:
@@ -70,7 +71,10 @@ def _read(path: Path) -> Iterator[NamedBatch]:
     match = _STEP.search(path.name)
     version = int(match[1]) if match else None
     for batch in batches:
-        yield NamedBatch(str(path), batch if isinstance(batch, RolloutBatch) else _batch_of(batch), version)
+        if isinstance(batch, RolloutBatch):
+            yield NamedBatch(str(path), batch, version)
+        else:
+            yield NamedBatch(str(path), _batch_of(batch), version, batch.notes)
 
 
 def _batch_of(sampled: Sampled) -> RolloutBatch:

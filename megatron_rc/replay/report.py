@@ -20,6 +20,7 @@ def as_dict(data: Recorded, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "sequences": int((data.lengths > 0).sum()),
         "tokens": int(data.lengths.sum()),
         "unscored_tokens": data.unscored,
+        "notes": list(data.notes),
         "weight_edges": edges(),
         "corrections": [_outcome(outcome) for outcome in outcomes],
     }
@@ -44,6 +45,7 @@ def as_text(data: Recorded, outcomes: Sequence[Outcome]) -> str:
     lines = [f"{number} sequences, {int(data.lengths.sum())} sampled tokens, {len(data.parts)} batches"]
     if data.unscored:
         lines.append(f"{data.unscored} more tokens without a log-prob of the trainer count nowhere")
+    lines += [f"note: {note}" for note in data.notes]
     lines += ["", *_table(("correction", *_SUMMARY), [(outcome.name, *_summary(outcome)) for outcome in outcomes])]
     for key, name in _GROUPS:
         lines += ["", f"rejected tokens (sequences) by {key}", *_breakdown(outcomes, name)]

@@ -45,6 +45,7 @@ class Recorded:
     lengths: Tensor  # [n] int64, tokens of ``mask``
     ages: Tensor  # [n] int64, see Tokens
     unscored: int  # sampled tokens that the trainer did not score; they count nowhere
+    notes: tuple[str, ...]  # sentences about what records lack, each with the batch's name
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Split one value for each sequence by part."""
@@ -58,9 +59,10 @@ def recorded(batches: Sequence[NamedBatch]) -> Recorded:
     sampled = sum(int(part.records.response_mask.sum()) for part in parts)
     if not lengths.any():
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        reason = "".join(f" ({note})" for note in batches[0].notes)
         raise ValueError(
-            f"{parts[0].name}{more}: no sampled token has a log-prob of the trainer (old_log_probs): write them with "
-            "--save-rollouts DIR --save-log-probs, or read another program's record that has them"
+            f"{parts[0].name}{more}: no sampled token has a log-prob of the trainer (old_log_probs){reason}: write "
+            "them with --save-rollouts DIR --save-log-probs, or read another program's record that has them"
         )
     rewards = torch.cat([part.records.rewards.double() for part in parts])
     group_ids = _numbered([part.records.group_ids for part in parts])
@@ -74,6 +76,7 @@ def recorded(batches: Sequence[NamedBatch]) -> Recorded:
         lengths=lengths,
         ages=torch.cat([part.ages for part in parts]),
         unscored=sampled - int(lengths.sum()),
+        notes=tuple(f"{batch.name}: {note}" for batch in batches for note in batch.notes),
     )
 
 

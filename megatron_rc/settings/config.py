@@ -152,15 +152,18 @@ class RolloutCorrectionConfig(CorrectionFields):
         if dialect not in (None, "megatron_rc"):
             translated, notes = translate(fields, dialect)
             for note in notes:
-                _log.info("%s", note)
+                _log.warning("%s", note)
             return cls(**translated, notes=tuple(notes))
         if not isinstance(fields, Mapping):
-            raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name")
+            remedy = "; Hydra's overrides can be read with dialect='verl'" if isinstance(fields, (list, tuple)) else ""
+            raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name{remedy}")
 
         known = (*FIELDS, "use_policy_gradient")
-        for name in fields:
+        for name, value in fields.items():
             if name not in known:
                 remedy = other_dialects(name, fields, "megatron_rc") or f"known are {', '.join(known)}"
+                if isinstance(value, Mapping) and set(value) <= set(known):
+                    remedy += f"; or, if they are this project's, give the fields without the line {name}:"
                 raise ValueError(f"unknown field {name!r} of the rollout correction: {remedy}")
         config = cls(**fields)
         if dialect is None and "verl" in probable_dialects(fields):

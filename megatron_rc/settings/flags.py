@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.fields import FIELDS, SWITCHES, help_of, with_default
 from megatron_rc.settings.overrides import overridden, value_of
 
+_log = logging.getLogger("megatron_rc")
 _PRESET = "--rollout-correction-preset"
 _FILE = "--rollout-correction-config"
 _DIALECT = "--rollout-correction-dialect"
@@ -150,7 +152,10 @@ def rollout_correction_config_from_args(
     if any(flags.get(_attribute(option)) for option in (_PRESET, _FILE, _MEGATRON_SWITCH)):
         below = {}
 
-    base = _base({**below, **flags})
+    given = {**below, **flags}
+    base = _base(given)
+    if not base.rollout_is_apply:
+        _warn_of_measured(given)
     fields = base.to_dict()
     for changes in (below, flags):
         fields = overridden(fields, {name: value for name, value in changes.items() if name in FIELDS})
@@ -232,6 +237,21 @@ def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
     if path is not None:
         return _from_file(Path(path), dialect)
     return RolloutCorrectionConfig()
+
+
+def _warn_of_measured(given: dict[str, Any]) -> None:
+    """Warn of given flags of weights and veto over a preset or a file that only measures both."""
+    if "rollout_is_apply" in given:
+        return
+    names = [*OF_WEIGHTS, "rollout_is", "rollout_token_veto_threshold"]
+    flags = [f"{flag_of(name)} {given[name]}" for name in FIELDS if name in names and given.get(name) is not None]
+    if not flags:
+        return
+    name = given.get(_attribute(_PRESET))
+    source = f"the file {given.get(_attribute(_FILE))}" if name is None else f"the preset {name}"
+    _log.warning(
+        "%s: only measured, because %s has --no-rollout-is-apply; add --rollout-is-apply", ", ".join(flags), source
+    )
 
 
 def _from_file(path: Path, dialect: str | None) -> RolloutCorrectionConfig:

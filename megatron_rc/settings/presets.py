@@ -6,13 +6,13 @@ verl's releases gave them. ``RolloutCorrectionConfig`` has a constructor for eve
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.parallel.arguments import one_of
 
 _GAO = 'Gao et al. 2025, "Soft Adaptive Policy Optimization"'
 _GUO = (
@@ -274,7 +274,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "disabled": Preset(
         fields=_TOKEN | {"rollout_is_apply": False},
-        summary="Reject sequences whose mean k3 or largest k2 is above a bound; no weights. For long responses.",
+        summary="Correct nothing: measure token weights and all differences, and apply none.",
         paper="",
     ),
 }
@@ -298,11 +298,18 @@ ALIASES: dict[str, str] = {
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
 }
 NAMES = (*PRESETS, *ALIASES)
+# The preset that a word of the papers means.
+_MEANT = {"tis": "token_tis", "icepop": "decoupled_token_icepop", "kpop": "decoupled_token_kpop"}
 
 
 def preset_of(name: str) -> Preset:
     """Return the preset of a name or an alias; ValueError for an unknown one."""
-    one_of("preset", name, NAMES)
+    if name not in NAMES:
+        close_matches = difflib.get_close_matches(str(name), NAMES, n=1)
+        meant = _MEANT.get(str(name)) or next(iter(close_matches), None)
+        # In front of so many names that a reader would not find it behind them.
+        question = f"did you mean {meant!r}? " if meant else ""
+        raise ValueError(f"preset={name!r} is unknown: {question}The presets are {', '.join(NAMES)}")
     return PRESETS[ALIASES.get(name, name)]
 
 

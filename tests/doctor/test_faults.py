@@ -10,6 +10,7 @@ import torch
 from benchmarks.study.results import read
 from benchmarks.study.settings import BONUS
 from megatron_rc import SamplingParams
+from megatron_rc.doctor.advice import Choice, effect
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.rules import BY_NAME, RULES, judge, not_looked_at
@@ -87,6 +88,38 @@ def test_log_probs_that_were_never_filled_are_unusable():
     assert "unusable" not in found(batch)
     without = Sampled(**batch | {"old_log_probs": None})
     assert [verdict.rule.name for verdict in judge(facts_of_batch(without))] == ["unusable"]
+
+
+def with_far_tokens(seed, far_tokens):
+    """24 healthy responses of 150 confident tokens; ``far_tokens`` of every second one are 1.5 nats off."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -0.02 * torch.rand(24, 150, generator=generator)
+    old = (rollout + 0.0005 * torch.randn(24, 150, generator=generator)).clamp(max=0)
+    old[::2, 70 : 70 + far_tokens] -= 1.5
+    return {"rollout_log_probs": rollout, "old_log_probs": old, "response_mask": torch.ones(24, 150) > 0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_far_tokens_make_no_stale_cache(seed):
+    """One far token of a confident position counted like fifty."""
+    for far_tokens in (1, 3):
+        assert found(with_far_tokens(seed, far_tokens)) == ["tails"]
+    assert found(with_far_tokens(seed, 75))[0] == "stale_cache"
+
+
+def test_the_advice_on_far_tokens_fits_a_batch_with_one_in_every_response():
+    """An end token that the trainer does not expect: rejecting responses would leave nothing of the batch."""
+    batch = with_far_tokens(0, 0)
+    batch["old_log_probs"][:, -1] -= 6.0
+    sampled = Sampled(**batch)
+    (verdict,) = judge(facts_of_batch(sampled))
+    assert verdict.rule.name == "tails"
+    assert effect(Choice("trust_region_masking", ""), sampled).rejected_sequences == 1
+    assert effect(Choice("decoupled_token_icepop", ""), sampled).eff_sample_size > 0.9
+    first_advice, _, second_advice = verdict.rule.advice.partition("if few responses have such a token")
+    assert "decoupled_token_icepop" in first_advice
+    assert "trust_region_masking" in second_advice
+    assert "another end token" in second_advice
 
 
 def with_sampling(**sampling):

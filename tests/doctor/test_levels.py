@@ -69,6 +69,16 @@ def test_the_flag_says_the_level_of_exported_metrics(tmp_path, capsys, level):
     assert [verdict["name"] for verdict in verdicts] == ["growing_length"] * (level == "sequence")
 
 
+def test_masked_token_weights_need_their_level(tmp_path, capsys):
+    """TRL's token_mask writes the mean weight alone: 0.4 may be products over responses, or most tokens masked."""
+    metrics = {"sampling/sampling_logp_difference/mean": 0.01, "sampling/importance_sampling_ratio/mean": 0.4}
+    path = write_lines(tmp_path / "m.jsonl", [{"step": step, **metrics} for step in range(12)])
+    assert main([str(path)]) == 0
+    assert "if they are of another level, say so with the doctor's flag --rollout-is" in capsys.readouterr().out
+    assert main([str(path), "--rollout-is", "token"]) == 1
+    assert "(mean_weight)" in capsys.readouterr().out
+
+
 def test_a_batch_has_no_level(tmp_path, capsys):
     path = write_lines(tmp_path / "b.jsonl", [{"rollout_log_probs": [-1.0], "old_log_probs": [-1.0]}])
     assert main([str(path), "--rollout-is", "token"]) == 2

@@ -39,7 +39,7 @@ def steps(number, **metrics):
 # slime: model.py writes train/<name of loss.py>, mis.py puts mis_ before the names of its metrics. The shares below and
 # above its bounds are added. ``tis`` is the mean of exp(old - rollout) before any bound, ``tis_clipfrac`` counts both.
 # NeMo-RL: loss_functions.py; sampling_importance_ratio is the mean of the weights behind all bounds, and no mean ρ. The
-# first row has the numbers of NeMo-RL#2269, whose weights left no gradient.
+# first row has the numbers of NeMo-RL#2269, whose weights left no gradient. Its IcePop gives most tokens weight 0.
 # TRL: its default masks products over responses. A mean of 0.3 is the wrong level beside a near engine, and no fault.
 # prime-rl: train.py writes <tensor>/mean of each tensor. verl: the Pearson correlation of verl-omni#254.
 METRICS = """
@@ -54,11 +54,15 @@ train/gen_kl_error: 0.0027, train/token_mult_prob_error: 1.024, train/sampling_i
 train/gen_kl_error: 0.001, train/token_mult_prob_error: 1.024, train/sampling_importance_ratio: 0.0596
     | 1 | long_products mean_weight | rollout_is_mean: 0.0596, ratio_mean: null
 train/gen_kl_error: 0.001, train/sampling_importance_ratio: 0.35, train/is_oob_ratio: 0.65
-    | 1 | long_products threshold_cuts_half | rollout_is_mean: 0.35
+    | 1 | threshold_cuts_half | rollout_is_mean: 0.35
 sampling/sampling_logp_difference/mean: 0.01, sampling/importance_sampling_ratio/mean: 0.3
     | 0 | long_products | rollout_is_mean: 0.3
 mismatch_kl/all/mean: 0.0005, mismatch_kl/all/max: 9.0, is_masked/mean: 0.01 | 0 | - | k3_kl: 0.0005
 mismatch_kl/all/mean: 0.3, mismatch_kl/all/max: 9.0, is_masked/mean: 0.01 | 1 | precision | k3_kl: 0.3
+rollout_corr/k3_kl: 0.02, training/off_policy/trajectory_staleness/mean: 4.0
+    | 1 | staleness | staleness_mean: 4
+rollout_corr/k3_kl: 0.0002, rollout_corr/rollout_is_mean: 0.35, rollout_corr/rollout_is_oob_ratio: 0.65
+    | 1 | threshold_cuts_half | rollout_is_mean: 0.35
 rollout_corr/k3_kl: 3.2, training/rollout_actor_probs_pearson_corr: 0.13, training/rollout_probs_diff_mean: 0.4
     | 1 | other_policy | k3_kl: 3.2
 """

@@ -196,9 +196,10 @@ def test_lines_of_other_programs_are_read_as_the_preset(program, choice):
             if name.startswith("--") and not value.startswith("--"):
                 fields[name] = value if name.endswith("path") else float(value)
     else:
-        fields = yaml.safe_load("\n".join(lines)) or {}
-        if program == "slime" and fields:
-            fields["use_tis"] = True
+        fields = yaml.safe_load("\n".join(lines))
+        if program == "slime":
+            # Without a setting of its own slime makes no correction, and there is nothing to read.
+            fields = {"use_tis": fields is not None} | (fields or {})
     read = RolloutCorrectionConfig.from_dict(fields, program)
     expected = choice.config()
     names = ["rollout_is", *(["rollout_is_threshold"] if expected.rollout_is_apply else [])]

@@ -76,7 +76,7 @@ def steps(arguments: Sequence[str], batches: Sequence[int]) -> list[dict[str, fl
     metrics = []
     for index in batches:
         prepared = trainer.prepare(on_device(recorded_batch(index), trainer.device))
-        metrics.append(trainer.update(prepared, 0))
+        metrics.append(trainer.update(prepared, 0).metrics)
     if trainer.config.checkpoints.save:
         trainer.save()
     return metrics

@@ -1,6 +1,7 @@
 """The engine check: what is wrong with an engine is said in words, and what is right is not accused."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -62,15 +63,12 @@ class Faulty:
 def findings(words, fault):
     """What the check says, with an engine of one fault on the first rank of each replica."""
     from megatron_rc.launch import check_engine
-    from megatron_rc.launch.rollouts import collector as rollout
+    from megatron_rc.launch.rollouts import collector
 
     config, task = configure(words, torch.distributed.get_world_size())
-    right = rollout.RolloutCollector._default_engine
-    rollout.RolloutCollector._default_engine = lambda self: Faulty(right(self), fault)
-    try:
+    right = collector.make_engine
+    with mock.patch.object(collector, "make_engine", lambda *settings: Faulty(right(*settings), fault)):
         return check_engine.check_engine(config, task)
-    finally:
-        rollout.RolloutCollector._default_engine = right
 
 
 ABOUT = ["shift", "temperature and log-prob mode", "weights", "tokenizer", "end of text", "rewards"]

@@ -3,16 +3,20 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_rc.launch.ranks import run_ranks
 from tests.support.forked import ForkedCall, launch_forked
 from tests.support.meets import meet
-from tests.support.runs import ONE, SMALL, children, finish, launch, read, rows_of, start, wait_for
+from tests.support.runs import ONE, SMALL, children, finish, launch, listening, read, rows_of, start, wait_for
 
 # Seconds that a collective may take.
 LIMIT = 10
@@ -34,6 +38,37 @@ def test_two_machines_that_are_numbered_meet(tmp_path):
     code, _, errors = finish(ForkedCall(tmp_path, meet, free_port(), str(met)))
     assert code == 0, errors
     assert {path.name: path.read_text() for path in met.iterdir()} == {"0": "3", "1": "3"}
+
+
+def end_of_lonely_machine(number):
+    """The launcher's end on a machine of two, whose other machine never comes."""
+    words = ["--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    outcome = run_ranks([*words, "--nproc-per-node=1", "--module", "unused"])
+    sys.stderr.write(outcome.words)
+    return outcome.code
+
+
+def catches_sigterm(pid):
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    return int(caught, 16) >> (signal.SIGTERM - 1) & 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_launcher_that_waits_for_another_machine_can_be_ended(tmp_path, monkeypatch, number):
+    """It waits in compiled code of torch's store, which runs no handler of Python's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "written").mkdir()
+    launcher = ForkedCall(tmp_path / "written", end_of_lonely_machine, number)
+    wait_for(lambda: catches_sigterm(launcher.pid), launcher)
+    if number == 0:
+        wait_for(lambda: listening(launcher.pid), launcher)
+    launcher.send_signal(signal.SIGTERM)
+    code, _, errors = finish(launcher, timeout=20)
+    assert code == 143
+    # In front of it torch's store may say that its system call was interrupted.
+    assert errors.splitlines()[-1] == "stopped by SIGTERM before the machines of this run came together"
+    assert list(tmp_path.glob("megatron-rc-*")) == [], "the launcher's own folder is gone"
 
 
 @pytest.fixture

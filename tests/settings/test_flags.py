@@ -183,6 +183,8 @@ REFUSED = """
 --rollout-is batch | --rollout-is: rollout_is='batch' is unknown
 --bad-log-probs none | --bad-log-probs: bad_log_probs=None is unknown
 --rollout-correction-preset best | --rollout-correction-preset best: preset='best' is unknown
+--rollout-correction-preset tis | preset='tis' is unknown: did you mean 'token_tis'?
+--rollout-correction-preset seq-mis | preset='seq-mis' is unknown: did you mean 'seq_mis'?
 --rollout-correction-preset geo_rs --rollout-rs token_k3 | --rollout-rs: rollout_rs='token_k3' needs
 --rollout-correction-preset decoupled_token_icepop --rollout-is-mode truncate
     | --rollout-is-threshold: rollout_is_threshold='0.5_5.0' has a lower bound that

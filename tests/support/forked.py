@@ -82,6 +82,7 @@ def _run(arguments, env):
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
     os.environ.clear()
     os.environ.update(env)
     logging.getLogger().handlers.clear()

@@ -26,7 +26,8 @@ def rank(folder):
 
 def machine(number, port, folder):
     """The launcher's work on one machine, with such a rank instead of trainers."""
-    arguments = ["--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", f"--node-rank={number}"]
+    arguments = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"]
+    arguments += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     mine = torchrun_parser().parse_args(arguments)
     outcome = run_ranks([*words_for_torchrun(mine, machines_of(mine)), "--module", "tests.support.meets", folder])
     sys.stderr.write(outcome.words)

@@ -103,6 +103,6 @@ def train_recorded(arguments: list[str], batches: int) -> list[dict[str, float]]
             )
             size = float(torch.where(local.mask, terms, 0).sum())
         for _ in range(2):
-            metrics = trainer.update(prepared, 0) | prepared.plan.metrics()
+            metrics = trainer.update(prepared, 0).metrics | prepared.plan.metrics()
             steps.append(metrics | {"size": size})
     return steps

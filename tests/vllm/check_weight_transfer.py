@@ -50,13 +50,13 @@ class Trainer:
     """An engine and two senders, as the first ranks of two pipeline stages have them."""
 
     def __init__(self, url, folder, *, ipc=False):
-        once = HttpClient(url, 60, Retries(attempts=1))
+        http_without_retries = HttpClient(url, 60, Retries(attempts=1))
         directory = ModelDirectory(folder / "weights", CONFIG, EOS)
-        client = VllmClient(HttpClient(url, 60), once=once)
+        client = VllmClient(HttpClient(url, 60), http_without_retries=http_without_retries)
         publisher = StreamPublisher(directory, torch.float32)
         self.engine = ServerEngine(client, publisher, ENDS, start_timeout=300)
         make = MemorySender if ipc else partial(VllmSender, transport="gloo")
-        self.senders = [make(once, stage) for stage in range(2)]
+        self.senders = [make(http_without_retries, stage) for stage in range(2)]
         self.parts = [{name for name, _ in weights_of(0) if ("layers.0" in name) == (not stage)} for stage in range(2)]
 
     def give(self, version):

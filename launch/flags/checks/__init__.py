@@ -20,14 +20,13 @@ from megatron_rc.launch.flags.checks.rollouts import (
     check_recorded,
 )
 from megatron_rc.launch.flags.checks.task import check_prompts, check_rewards
-from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_reference
+from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_other_models
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
 
-def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
-    """Check that the settings go together; ``engine`` is False if rollouts come from outside of this program."""
-    samples = engine and not config.rollouts.load_rollouts
+def check(config: RunConfig, task: Task, samples: bool) -> None:
+    """Check that the settings go together; ``samples``: an engine of this run samples the rollouts."""
     check_layout(config)
     check_model(config)
     check_experts(config)
@@ -40,7 +39,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_engine(config, samples)
     check_files(config)
     check_bridge(config, samples)
-    check_reference(config)
+    check_other_models(config)
     check_prompts(config, task)
     check_rewards(config, task, samples)
     check_advantages(config)

@@ -6,8 +6,8 @@ import resource
 import tempfile
 from pathlib import Path
 
-from megatron_rc.launch.checkpoint_folders import iterations
-from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.checkpoint_folders import existing_iteration, iterations
+from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.run_config import RunConfig
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -29,6 +29,14 @@ def check_files(config: RunConfig) -> None:
     for name, folder in folders.items():
         if folder and not Path(folder).is_dir():
             raise ConfigurationError(f"{config.typed(name)}: no such folder")
+    # The checkpoint of --ckpt-step needs no tracker file, which names the newest one.
+    of_newest = {"load": None if files.ckpt_step is not None else folders["load"], "ref_load": folders["ref_load"]}
+    for name, folder in of_newest.items():
+        try:
+            if folder:
+                existing_iteration(folder, flag(name))
+        except ValueError as error:
+            raise ConfigurationError(f"{config.typed(name)}: {error}") from error
     if not prefix.endswith("/") or len(prefix) < 2:
         raise ConfigurationError(
             f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/, to tell the correction's "

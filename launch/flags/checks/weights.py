@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
-from megatron_rc.launch.errors import ConfigurationError, pip_install, require
+from megatron_rc.launch.errors import ConfigurationError, flag, has_module, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
-from megatron_rc.launch.run_config import RunConfig, flag_options
+from megatron_rc.launch.flags.command import NONE_IF_ABSENT, values_of_directory
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.options import as_typed
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.converter import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
@@ -16,7 +19,7 @@ from megatron_rc.launch.weights.megatron_bridge import BRIDGE, is_bridged
 NO_BRIDGE = "none"
 _FOREIGN = "drop it, or train from --load-rollouts without --load-hf and --save-hf"
 # Settings of a directory that do not change the function of the model.
-_NAMES_ALONE = ("hf-model-type", "max-position-embeddings", "sliding-window")
+_NAMES_ALONE = ("hf_model_type", "max_position_embeddings", "sliding_window")
 _log = logging.getLogger("megatron_rc")
 
 
@@ -85,77 +88,83 @@ def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
     """Fill in ``--weights-bridge``, with a line in the log on a GPU."""
     if config.checkpoints.weights_bridge is not None:
         return config
-    chosen = config.changed(checkpoints={"weights_bridge": MBRIDGE})
-    message = "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
-    try:
-        check_bridge(chosen, samples)
-    except ConfigurationError as reason:
-        chosen = config.changed(checkpoints={"weights_bridge": NO_BRIDGE})
-        message = f"this program's own tables convert the weights: {reason}"
+    problem = _mbridge_problem(config, samples)
+    if not problem and not has_module("mbridge"):
+        problem = f"needs mbridge, which is not installed here: {pip_install('bridge')}"
     if not config.launch.on_cpu and _converts(config, samples):
-        _log.warning("%s", message)
-    return chosen
+        if problem:
+            _log.warning("this program's own tables convert the weights: --weights-bridge %s %s", MBRIDGE, problem)
+        else:
+            _log.warning("mbridge converts the weights; --weights-bridge none leaves that to this program's own tables")
+    return config.changed(checkpoints={"weights_bridge": NO_BRIDGE if problem else MBRIDGE})
 
 
 def check_bridge(config: RunConfig, samples: bool) -> None:
     """Check that ``--weights-bridge`` can convert this model's weights, and has weights to convert."""
+    problem = ""
     if is_bridged(config):
-        _check_megatron_bridge(config)
-    if config.checkpoints.weights_bridge != MBRIDGE:
-        return
+        problem = _megatron_bridge_problem(config)
+    elif config.checkpoints.weights_bridge == MBRIDGE:
+        problem = _mbridge_problem(config, samples)
+    if problem:
+        raise ConfigurationError(f"{config.typed('weights_bridge')} {problem}")
+    if config.checkpoints.weights_bridge == MBRIDGE:
+        require("mbridge", config.typed("weights_bridge"), "bridge")
+
+
+def _mbridge_problem(config: RunConfig, samples: bool) -> str:
+    """Return why mbridge, if it is installed, cannot convert this run's weights, with the remedy; empty: it can."""
     family = find_family(config)
     is_tied = not config.model.untie_embeddings_and_output_weights
-    reason = ""
     if config.model.transformer_impl != "transformer_engine":
-        reason = (
+        return (
             f"needs --transformer-impl transformer_engine, got {config.model.transformer_impl}: use it "
             f"({pip_install('gpu')}), or drop the bridge"
         )
-    elif config.model.is_hybrid:
-        reason = "knows the names of GPTModel alone: use --model gpt, not hybrid, or drop the bridge"
-    elif config.engine.rollout_weight_transfer != "files":
+    if config.model.is_hybrid:
+        return "knows the names of GPTModel alone: use --model gpt, not hybrid, or drop the bridge"
+    if config.engine.rollout_weight_transfer != "files":
         way = config.typed("rollout_weight_transfer")
-        reason = f"collects all weights on one rank, with {way} each stage sends its own: give --weights-bridge none"
-    elif not _converts(config, samples):
-        reason = "does nothing without an engine, --load-hf or --save-hf: drop it"
-    elif family is None or not family.in_bridge:
+        return f"collects all weights on one rank, with {way} each stage sends its own: give --weights-bridge none"
+    if not _converts(config, samples):
+        return "does nothing without an engine, --load-hf or --save-hf: drop it"
+    if family is None or not family.in_bridge:
         convertible = ", ".join(candidate.name for candidate in FAMILIES.values() if candidate.in_bridge)
-        reason = f"converts {convertible}, not {family and family.name}: drop it"
-    elif config.model.attention_output_bias or (family.name == "llama" and config.transformer.add_bias_linear):
-        reason = "does not know the biases of the attention's output and of the MLP: drop it"
-    elif family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
-        reason = (
+        return f"converts {convertible}, not {family and family.name}: drop it"
+    if config.model.attention_output_bias or (family.name == "llama" and config.transformer.add_bias_linear):
+        return "does not know the biases of the attention's output and of the MLP: drop it"
+    if family.name == "llama" and is_tied and config.parallel.pipeline_model_parallel_size > 1:
+        return (
             "needs an output layer on the last stage, which a tied Llama does not have: use "
             "--pipeline-model-parallel-size 1, or drop it"
         )
-    if reason:
-        raise ConfigurationError(f"{config.typed('weights_bridge')} {reason}")
-    require("mbridge", config.typed("weights_bridge"), "bridge")
+    return ""
 
 
-def _check_megatron_bridge(config: RunConfig) -> None:
-    """Check that Megatron-Bridge makes the model of a directory that no table has, with Transformer Engine's layers."""
-    reason = ""
+def _megatron_bridge_problem(config: RunConfig) -> str:
+    """Return why Megatron-Bridge cannot make the run's model, with the remedy; empty: it can.
+
+    It makes the model of a directory that no table has, with Transformer Engine's layers.
+    """
     folder = config.checkpoints.load_hf
     if folder is None or read_architecture(folder).get("weights-bridge") != BRIDGE:
-        reason = "is for a --load-hf whose model_type no table here has: drop it"
-    elif config.model.transformer_impl != "transformer_engine":
-        reason = "makes Transformer Engine's layers: drop --transformer-impl local"
-    elif config.model.is_hybrid:
-        reason = "makes its own kind of model: drop --model hybrid"
-    elif config.critic is not None:
-        reason = "makes no critic: use another --advantage-estimator than gae"
-    elif config.engine.rollout_weight_transfer != "files":
+        return "is for a --load-hf whose model_type no table here has: drop it"
+    if config.model.transformer_impl != "transformer_engine":
+        return "makes Transformer Engine's layers: drop --transformer-impl local"
+    if config.model.is_hybrid:
+        return "makes its own kind of model: drop --model hybrid"
+    if config.critic is not None:
+        return "makes no critic: use another --advantage-estimator than gae"
+    if config.engine.rollout_weight_transfer != "files":
         way = config.typed("rollout_weight_transfer")
-        reason = f"collects all weights on one rank, with {way} each stage sends its own: use files"
-    elif config.model.padded_vocab_size != config.model.vocab_size:
+        return f"collects all weights on one rank, with {way} each stage sends its own: use files"
+    if config.model.padded_vocab_size != config.model.vocab_size:
         tp = config.parallel.tensor_model_parallel_size
-        reason = (
+        return (
             f"converts no padded vocabulary: give a --tensor-model-parallel-size that divides the "
             f"{config.model.vocab_size} tokens, not {tp}"
         )
-    if reason:
-        raise ConfigurationError(f"{config.typed('weights_bridge')} {reason}")
+    return ""
 
 
 def _converts(config: RunConfig, samples: bool) -> bool:
@@ -164,20 +173,28 @@ def _converts(config: RunConfig, samples: bool) -> bool:
     return bool(samples or files.load_hf or files.save_hf or config.reference.ref_load_hf or of_critic)
 
 
-def check_reference(config: RunConfig) -> None:
-    """Refuse a directory whose shapes or numbers make another function than the policy's."""
-    folder = config.reference.ref_load_hf
-    if not folder:
-        return
-    for name, word in read_architecture(folder, "--ref-load-hf").items():
-        if name in _NAMES_ALONE or name not in flag_options():
-            continue
-        kind = flag_options()[name][1].kind
-        value = config.value_of(name)
+def check_other_models(config: RunConfig) -> None:
+    """Refuse a reference policy's or critic's directory whose config.json describes another model than the policy's."""
+    reference = config.reference.ref_load_hf
+    if reference:
+        _check_function(config, "--ref-load-hf", reference, _NAMES_ALONE)
+    critic = config.critic and config.critic.critic_load_hf
+    if critic:
+        # The value head takes the place of the output layer.
+        _check_function(config, "--critic-load-hf", critic, (*_NAMES_ALONE, "untie_embeddings_and_output_weights"))
+
+
+def _check_function(config: RunConfig, directory_flag: str, folder: str, ignored: Collection[str]) -> None:
+    """Refuse a directory whose model is another function than the policy's; names of ``ignored`` have underscores."""
+    described = values_of_directory(folder, directory_flag)
+    for name in dict.fromkeys([*described, *NONE_IF_ABSENT]):
+        value = config.value_of(name.replace("_", "-"))
+        other_value = described.get(name)
         # A switch is None if its section is absent.
-        differs = bool(value) != (word == "true") if kind is bool else value != kind(word)
-        if differs:
-            raise ConfigurationError(
-                f"--ref-load-hf {folder} is a model with --{name} {word}, but the policy has {value}: the reference "
-                "must have the policy's architecture"
-            )
+        if name in ignored or value == other_value or (value is None and other_value is False):
+            continue
+        other_model = f"without {flag(name)}" if other_value is None else f"with {as_typed(name, other_value)}"
+        raise ConfigurationError(
+            f"{directory_flag} {folder} is a model {other_model}, but the policy has {value}: give a model of the "
+            "policy's architecture"
+        )

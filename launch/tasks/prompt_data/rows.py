@@ -131,6 +131,7 @@ class RowFormat:
         return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
     def _check_text(self, text: str) -> None:
+        """Raise ValueError for text that cannot be tokenized; its message continues "FILE, line N"."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

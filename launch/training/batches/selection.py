@@ -63,10 +63,9 @@ class Selection:
         self.masks_overlong = masks_overlong
         self._num_replicas = num_replicas
         self._num_mini_batches = num_mini_batches
-        # By the index of the response: the optimizer steps that were made with its mini-batch, and those that accepted
-        # one of its tokens.
-        self._num_made = [0] * len(responses)
-        self._num_accepted = [0] * len(responses)
+        # For each response: optimizer steps on its mini-batch, and those of them that trained one of its tokens.
+        self._num_steps = [0] * len(responses)
+        self._num_training_steps = [0] * len(responses)
 
     def count_step(self, mini_batch: int, accepted: Sequence[bool] | None) -> None:
         """Count an optimizer step on a mini-batch.
@@ -78,8 +77,8 @@ class Selection:
             return
         indices = self._indices(mini_batch)
         for index, is_accepted in zip(indices, accepted, strict=True):
-            self._num_made[index] += 1
-            self._num_accepted[index] += is_accepted
+            self._num_steps[index] += 1
+            self._num_training_steps[index] += is_accepted
 
     def metrics(self, *, knows_versions: bool) -> dict[str, float]:
         """Metrics of the account, after the last step on the batch; ``knows_versions``: the ages are known."""
@@ -128,9 +127,9 @@ class Selection:
             return End.BAD
         if response.is_cut_off and self.masks_overlong:
             return End.OVERLONG
-        if self._num_accepted[index]:
+        if self._num_training_steps[index]:
             return End.TRAINED
-        return End.REJECTED if self._num_made[index] else End.SKIPPED
+        return End.REJECTED if self._num_steps[index] else End.SKIPPED
 
     def _indices(self, mini_batch: int) -> list[int]:
         """Indices of the responses of a mini-batch, replica after replica: each replica has its share of them."""

@@ -50,10 +50,8 @@ def newest_checkpoint(config: RunConfig) -> Path | None:
         iteration = latest_iteration(load)
     except (OSError, ValueError):  # the run ends with this error
         return Path(load)
-    if iteration is None:
-        # Only an empty --save is a beginning; with another empty folder the run ends with an error.
-        return None if config.checkpoints.is_save(load) else Path(load)
-    return iteration_folder(load, iteration)
+    # Only an empty --save passes the checks of the flags without a checkpoint.
+    return None if iteration is None else iteration_folder(load, iteration)
 
 
 def _engine(config: RunConfig) -> str:
@@ -83,7 +81,7 @@ def _weights(config: RunConfig, checkpoint: Path | None) -> str:
         return f"checkpoint {checkpoint} (--load)"
     if files.load_hf:
         return f"{files.load_hf} (--load-hf)"
-    return "random (--from-scratch)" if files.from_scratch else "random (default of the toy task)"
+    return "random (--from-scratch)"
 
 
 def _tokenizer(config: RunConfig) -> str:

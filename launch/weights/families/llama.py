@@ -82,14 +82,20 @@ CHOSEN_EXPERTS = entry("num_experts_per_tok", "moe-router-topk")
 
 
 def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
-    """Rows for the query groups and the head size; defaults for files that lack them, None: derived from the file."""
+    """Rows of the query groups and the head size.
+
+    A file without the entry gets the class default of transformers, ``groups`` or ``head_dim``. For null, or without
+    such a default, there are as many groups as heads, and the head size is hidden size / heads.
+    """
 
     def num_groups(file: File) -> int | None:
-        return groups if groups and "num_key_value_heads" not in file else file["num_attention_heads"]
+        is_missing = "num_key_value_heads" not in file
+        return groups if groups and is_missing else file["num_attention_heads"]
 
     def size(file: File) -> int | None:
         derived: int = file["hidden_size"] // file["num_attention_heads"]
-        return head_dim if head_dim and "head_dim" not in file else derived
+        is_missing = "head_dim" not in file
+        return head_dim if head_dim and is_missing else derived
 
     return (
         entry("num_key_value_heads", "num-query-groups", default=num_groups),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.layer_patterns import pattern_in_words
 from megatron_rc.launch.weights.biases import bias_row
 from megatron_rc.launch.weights.conversions import WHOLE
 from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, always, entry
@@ -33,7 +34,7 @@ def _read_layers(file: File) -> Flags:
         raise UnknownFeatureError(
             f"no layer has experts, with decoder_sparse_step {step!r} and mlp_only_layers {dense_layers!r}"
         )
-    return {"moe-layer-freq": "1" if all(has_experts) else "+".join(f"[{kind}]" for kind in has_experts)}
+    return {"moe-layer-freq": "1" if all(has_experts) else pattern_in_words(has_experts)}
 
 
 def _write_layers(config: RunConfig) -> dict[str, Any]:

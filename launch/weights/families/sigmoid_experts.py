@@ -16,6 +16,7 @@ from megatron_rc.launch.weights.entries import (
     lacks,
     only,
     stated,
+    typed,
     written,
 )
 from megatron_rc.launch.weights.families.llama import router
@@ -72,7 +73,8 @@ def _read_shared(file: File) -> Flags:
     number = file.get("n_shared_experts", 1)
     if not number:
         raise UnknownFeatureError(f"n_shared_experts is {number!r}, not a number of experts")
-    return {"moe-shared-expert-intermediate-size": str(number * file["moe_intermediate_size"])}
+    flag = "moe-shared-expert-intermediate-size"
+    return {flag: typed("n_shared_experts", flag, number * file["moe_intermediate_size"])}
 
 
 def _write_shared(config: RunConfig) -> dict[str, Any]:
@@ -98,7 +100,10 @@ def _groups(default_groups: int, default_chosen: int) -> Row:
             raise UnknownFeatureError(
                 f"topk_group is {chosen}, not half of num_experts_per_tok {file['num_experts_per_tok']}"
             )
-        return {"moe-router-num-groups": str(groups), "moe-router-group-topk": str(chosen)}
+        return {
+            "moe-router-num-groups": typed("n_group", "moe-router-num-groups", groups),
+            "moe-router-group-topk": typed("topk_group", "moe-router-group-topk", chosen),
+        }
 
     def write(config: RunConfig) -> dict[str, Any]:
         experts = experts_of(config)

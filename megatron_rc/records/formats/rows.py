@@ -145,8 +145,16 @@ def trainer_log_probs(
     if fields.get(name) is None:
         return None
     log_probs = tensor_of(fields, name, shape)
-    is_unscored = (log_probs == unscored)[mask]
-    return None if mask.any() and is_unscored.all() else log_probs
+    return None if are_unscored(log_probs, mask, unscored) else log_probs
+
+
+def are_unscored(log_probs: Tensor, mask: Tensor, unscored: Tensor | float) -> bool:
+    """Whether all sampled tokens have what a program writes in place of the trainer's log-probs.
+
+    NeMo-RL writes 0 with ``force_on_policy_ratio``; verl copies the engine's log-probs in bypass mode. False for a
+    batch without a sampled token.
+    """
+    return bool(mask.any()) and bool((log_probs == unscored)[mask].all())
 
 
 def versions_of(batch: RolloutBatch) -> list[list[int]]:

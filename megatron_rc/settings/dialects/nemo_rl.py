@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.dialects.reader import Dialect, Settings, clamped, pair, rejection
+from megatron_rc.settings.dialects.reader import Dialect, Settings, clamped, noted, pair, rejection
 
 _SWITCH = "use_importance_sampling_correction"
 _TYPE = "truncated_importance_sampling_type"
@@ -17,18 +17,15 @@ _KL_TYPE = "reference_policy_kl_type"
 # The other settings of ClippedPGLossConfig.
 _BESIDE = frozenset(
     {
-        "disable_ppo_ratio",
         "token_level_loss",
         "ratio_clip_min",
         "ratio_clip_max",
         "ratio_clip_c",
         "reference_policy_kl_penalty",
-        _KL_TYPE,
         "kl_input_clamp_value",
         "kl_output_clamp_value",
         "use_kl_in_reward",
         "use_on_policy_kl_approximation",
-        "force_on_policy_ratio",
         "use_cispo",
         "positive_example_nll_weight",
     }
@@ -120,6 +117,11 @@ NEMO_RL = Dialect(
     elsewhere={"grpo": (_ERROR,), "ppo": (_ERROR,)},
     known_beside=_BESIDE,
     beside={
-        _KL_TYPE: f"{_KL_TYPE}: NeMo-RL's KL has the gradient of the sampling, so its k3 is --kl-estimator k3+ here",
+        _KL_TYPE: noted("NeMo-RL's KL has the gradient of the sampling, so its k3 is --kl-estimator k3+ here"),
+        "disable_ppo_ratio": noted("the loss is --policy-loss reinforce here"),
+        "force_on_policy_ratio": noted(
+            "π_old is π_θ, so there is one optimizer step for a rollout batch: give --grpo-iterations 1, and the "
+            "responses of the whole rollout batch as --global-batch-size"
+        ),
     },
 )

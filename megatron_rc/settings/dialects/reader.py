@@ -28,7 +28,9 @@ class Dialect:
             begins so is an error.
         needed: the settings that matter; if all of them are given, an unknown one is a warning, no error.
         known_beside: other settings of a shared section; if any are listed, a name that is not is a warning.
-        beside: notes about settings that are no part of the correction, but change the loss, by their name.
+        beside: functions of settings that are no part of the correction, but change the loss, by name. They get the
+            dotted name and the value, and return a note, or None if the value changes nothing. They raise ValueError
+            for a value that cannot work here.
         elsewhere: settings of other sections, by section.
         switched_off: the settings that a section without a value (``null``) means.
         spelled: function from a key to the setting's name in ``defaults``.
@@ -42,7 +44,7 @@ class Dialect:
     reserved_prefixes: tuple[str, ...] = ()
     needed: frozenset[str] = frozenset()
     known_beside: frozenset[str] = frozenset()
-    beside: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, Callable[[str, Any], str | None]] = field(default_factory=dict)
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     switched_off: Mapping[str, Any] = field(default_factory=dict)
     spelled: Callable[[str], str] = str
@@ -159,6 +161,11 @@ def _finite(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name}={value!r} must be finite")
     return number
+
+
+def noted(words: str) -> Callable[[str, Any], str | None]:
+    """Return the function of ``Dialect.beside`` for a setting that has a note, unless it is off."""
+    return lambda name, value: None if value in (None, False) else f"{name}={value!r}: {words}"
 
 
 def pair(lower: float, upper: float) -> str:

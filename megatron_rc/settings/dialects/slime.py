@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.criteria import ALIASES
-from megatron_rc.settings.dialects.reader import Dialect, Settings, clamped, pair, rejection
+from megatron_rc.settings.dialects.reader import Dialect, Settings, clamped, noted, pair, rejection
 
 BUILT_IN: dict[str, Any] = {"tis_clip": 2.0, "tis_clip_low": 0.0}
 _EXAMPLE: dict[str, Any] = {
@@ -236,6 +236,19 @@ def _mode(settings: Settings) -> dict[str, Any]:
     return {"bypass_mode": True}
 
 
+def _trust_region(name: str, value: object) -> None:
+    """Raise ValueError for a trust region of a variant of slime's example, unless it is off."""
+    if value is not None:
+        raise ValueError(
+            f"{name}={value!r} is no setting of slime, but of a variant of its example, which rejects sequences by "
+            "their largest or mean divergence: give this package's rollout_rs and rollout_rs_threshold"
+        )
+
+
+def _unused_without_trust_region(name: str, value: object) -> None:
+    """Return no note: the bound of ``rs_trust_region`` does nothing without it."""
+
+
 SLIME = Dialect(
     name="slime",
     defaults=_DEFAULTS,
@@ -244,7 +257,10 @@ SLIME = Dialect(
     shares_section=True,
     reserved_prefixes=("tis_", "rs_", "mis_", "use_tis", "use_rs", "use_mis", "opsm_"),
     beside={
-        "kl_loss_type": "kl_loss_type: slime's low_var_kl is --kl-estimator k3 here; its default is k1",
-        "use_unbiased_kl": "use_unbiased_kl: --kl-importance-weight, with π_θ/π_rollout in place of π_θ/π_old",
+        "kl_loss_type": noted("slime's low_var_kl is --kl-estimator k3 here; its default is k1"),
+        "use_unbiased_kl": noted("--kl-importance-weight, with π_θ/π_rollout in place of π_θ/π_old"),
+        "custom_loss_function_path": noted("with --loss-type custom_loss this function is the whole loss"),
+        "rs_trust_region": _trust_region,
+        "rs_tr_threshold": _unused_without_trust_region,
     },
 )

@@ -108,10 +108,17 @@ def _reason_for_no_weights(settings: Settings) -> str | None:
     return None
 
 
+def _loss_type(name: str, value: object) -> None:
+    """Raise ValueError for the loss that does not multiply by the weights."""
+    if value == "vespo":
+        raise ValueError(f"{name}={value!r} puts the weights inside its φ, which is not here: use another loss_type")
+
+
 TRL = Dialect(
     name="trl",
     defaults=_DEFAULTS,
     read=trl,
     shares_section=True,
-    reserved_prefixes=(_PREFIX,),
+    reserved_prefixes=(_PREFIX, "off_policy_mask"),
+    beside={"loss_type": _loss_type},
 )

@@ -293,7 +293,19 @@ def _without_unused_normalization(settings: Settings, fields: dict[str, Any]) ->
     return {name: value for name, value in fields.items() if name != "rollout_is_batch_normalize"}
 
 
+def _truncation_of_2025_08(name: str, value: object) -> None:
+    """Raise ValueError for the cap on token weights of August and September 2025, unless it is off (-1)."""
+    if value is None or (isinstance(value, (int, float)) and value <= 0):
+        return
+    raise ValueError(
+        f"{name}={value!r} truncates token weights: give rollout_is: token, rollout_is_threshold: {value!r} "
+        f"(--rollout-is token --rollout-is-threshold {value!r})"
+    )
+
+
 _OFF = {"rollout_is": None}
+# verl removed this setting of its actor in the commit that added ``rollout_is``: no release has both.
+_BESIDE = {"tis_imp_ratio_cap": _truncation_of_2025_08}
 VERL = Dialect(
     name="verl",
     defaults=_CORRECTION,
@@ -301,6 +313,7 @@ VERL = Dialect(
     sections=("algorithm", "rollout_correction"),
     switched_off=_OFF,
     needed=frozenset({"rollout_is"}),
+    beside=_BESIDE,
 )
 VERL_2025_11 = Dialect(
     name="verl-2025-11",
@@ -309,6 +322,7 @@ VERL_2025_11 = Dialect(
     sections=("algorithm", "rollout_correction"),
     switched_off=_OFF,
     needed=frozenset({"rollout_is"}),
+    beside=_BESIDE,
 )
 VERL_2025_10 = Dialect(
     name="verl-2025-10",
@@ -316,4 +330,5 @@ VERL_2025_10 = Dialect(
     read=verl_2025_10,
     sections=("algorithm",),
     shares_section=True,
+    beside=_BESIDE,
 )

@@ -1,5 +1,6 @@
 """The dry run says what the run would be, or what the run would say; it starts nothing and leaves nothing."""
 
+import importlib.util
 import json
 import re
 
@@ -11,11 +12,17 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from tests.support.commands import code_of
 
+# How the line begins that says that mbridge does not convert the weights.
+TABLES = "this program's own tables convert the weights: --weights-bridge mbridge "
+
 
 def dry_run(capsys, words, ranks=8, nodes=1):
-    """(exit code, standard output, standard error)."""
+    """(exit code, standard output, standard error without the line that says why mbridge does not convert weights)."""
     words = [*words.split(), "--dry-run", f"--nproc-per-node={ranks}", f"--nnodes={nodes}"]
-    return code_of(main, *words), *capsys.readouterr()
+    code = code_of(main, *words)
+    output, errors = capsys.readouterr()
+    lines = [line for line in errors.splitlines(keepends=True) if not line.startswith(TABLES)]
+    return code, output, "".join(lines)
 
 
 def test_words(capsys, tmp_path, monkeypatch):
@@ -42,6 +49,21 @@ def test_json(capsys):
     assert len(findings["ranks"]) == findings["world_size"] == 16
     assert findings["ends"] == "end tokens: 1 <eos> (tokenizer)"
     assert findings["notes"][-1].startswith("2 machines: "), "who can connect to them"
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--print-config"])
+def test_the_warnings_of_a_run_are_written(capsys, tmp_path, mode):
+    """Rank 0 of a run writes them; here no rank starts. With two numbers of machines each is written once."""
+    named = tmp_path / "mine\x1b[2J.yaml"
+    named.write_text((CONFIGS / "launch" / "count_up.yaml").read_text() + "apply-chat-template: true\n")
+    save = f"--save={tmp_path}/save --load={tmp_path}/save --save-interval=4 --eval-samples=2"
+    machines = "--nproc-per-node=4 --nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=there:29500 --micro-batch-size=128"
+    code = code_of(main, f"--config={named}", "--cpu", *save.split(), *machines.split(), mode)
+    lines = capsys.readouterr().err.splitlines()
+    assert (code, len(lines)) == (0, 2), lines
+    assert "has no chat template: apply-chat-template of --config" in lines[0]
+    assert "mine\\x1b[2J.yaml is dropped" in lines[0]
+    assert lines[1] == "these flags do nothing in this run: --eval-samples 2 (needs --eval-interval)"
 
 
 def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
@@ -82,7 +104,8 @@ def test_what_would_not_run_ends_with_2_and_the_runs_own_sentence(capsys, words)
 @pytest.mark.parametrize("word", ["--device-memory-gib=0.001", "--lr=-1", "--nproc-per-node=many", "--load-hf=/no"])
 def test_an_error_as_json(capsys, word):
     """Of the memory, a flag, the launcher's own flag, a file."""
-    assert code_of(main, "--config=count_up", "--dry-run", "--json", "--nproc-per-node=4", word) == 2
+    words = "--config=count_up --dry-run --json --nproc-per-node=4 --weights-bridge=none".split()
+    assert code_of(main, *words, word) == 2
     output, errors = capsys.readouterr()
     assert f"error: {json.loads(output)['error']}\n" == errors
     assert word.split("=")[0] in errors
@@ -144,6 +167,22 @@ def test_packages_of_the_training_machines_are_noted(capsys):
     code, output, errors = dry_run(capsys, f"{arguments} --json", ranks=4)
     assert (code, errors) == (0, "")
     assert [note for note in json.loads(output)["notes"] if "flex needs deep_ep, which is not installed" in note]
+
+
+def test_mbridge_is_needed_by_the_flag_that_names_it_alone(capsys, monkeypatch):
+    """Without the flag a run on a machine that has no mbridge takes the tables; one line says it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "mbridge" else find(name, *rest)
+    )
+    words = "--config=count_up --pipeline-model-parallel-size=1 --dry-run --json --nproc-per-node=4".split()
+    words.append("--micro-batch-size=128")
+    for typed, is_needed in (([], False), (["--weights-bridge=mbridge"], True)):
+        assert code_of(main, *words, *typed) == 0
+        output, lines = capsys.readouterr()
+        notes = [note for note in json.loads(output)["notes"] if "mbridge" in note]
+        assert len(notes) == is_needed
+        assert lines.startswith(f"{TABLES}needs mbridge, which is not installed here: pip ") != is_needed
 
 
 def made(words, world):

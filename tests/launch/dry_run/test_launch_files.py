@@ -71,7 +71,7 @@ def test_a_launch_file_fits(name, capsys):
     """By the command that it names itself."""
     text = (CONFIGS / "launch" / f"{name}.yaml").read_text()
     (arguments,) = re.findall(r"^# .*: python -m megatron_rc\.launch (--dry-run .*)$", text, re.MULTILINE)
-    assert code_of(main, *arguments.split(), "--device-memory-gib", "72") == 0
+    assert code_of(main, *arguments.split(), "--device-memory-gib", "72", "--weights-bridge", "none") == 0
     output, errors = capsys.readouterr()
     assert errors == ""
     assert output.startswith("weights: random (--from-scratch) · tokenizer: one token a character (--from-scratch) · ")

@@ -134,20 +134,21 @@ def test_vllm_sleeps_from_the_rollout_to_the_next_weights(tmp_path):
 def test_the_collector_lets_the_engine_sleep_after_each_rollout():
     collector = RolloutCollector.__new__(RolloutCollector)
     collector.open_rollouts = None
+    collector.is_engine_rank = True
     collector.config = mock.Mock()
     collector.config.engine.rollout_colocate = True
+    collector.config.has_teacher_input = False
     collector.work = mock.Mock()
-    collector.engine = mock.Mock()
-    collector.scheduler = mock.Mock()
-    collector.scheduler.next_batch = lambda step, collect, *_: collect(step)
     collector.work.run = lambda work, words: work()
-    collector.collect = mock.Mock()
-    collector._check_scores = mock.Mock()
+    collector._checked = lambda sampled, step: sampled
+    collector._scored = lambda sampled, step: sampled
     order = mock.Mock()
-    order.attach_mock(collector.collect, "collect")
-    order.attach_mock(collector.engine.sleep, "sleep")
-    collector.next_batch(3, mock.Mock(), mock.Mock())
-    assert [name for name, *_ in order.mock_calls] == ["collect", "sleep"]
+    collector.engine = order.engine
+    collector.scheduler = order.scheduler
+    collector.broadcast = order.broadcast
+    collector._said_experts = True
+    collector.collect(3)
+    assert [name for name, *_ in order.mock_calls] == ["scheduler.take", "broadcast.batch", "engine.sleep"]
 
 
 def test_vllm_loads_the_tokenizer_for_stop_strings_alone(tmp_path):

@@ -232,7 +232,7 @@ def either(request):
 
 def make_engine_and_senders(server, folder, seconds=5):
     """An engine, and two senders."""
-    once = HttpClient(server.url, seconds, Retries(attempts=1))
+    http_without_retries = HttpClient(server.url, seconds, Retries(attempts=1))
 
     def publisher(directory):
         return StreamPublisher(directory, torch.float32)
@@ -242,8 +242,8 @@ def make_engine_and_senders(server, folder, seconds=5):
         engine = make_engine(SglangClient, server, folder, publisher=publisher, takes_streams=True)
     else:
         sender = VllmSender
-        engine = make_engine(VllmClient, server, folder, publisher=publisher, once=once)
-    return engine, [sender(once, stage, "gloo") for stage in range(2)]
+        engine = make_engine(VllmClient, server, folder, publisher=publisher, http_without_retries=http_without_retries)
+    return engine, [sender(http_without_retries, stage, "gloo") for stage in range(2)]
 
 
 def part(stage, seed=0):
@@ -371,7 +371,7 @@ def test_a_stranger_who_connects_first_is_neither_counted_nor_joined(server, tmp
 
     threads = []
     engine, _ = make_engine_and_senders(server, tmp_path, seconds=20)
-    senders = [Watched(engine.client.once, stage, "gloo") for stage in range(2)]
+    senders = [Watched(engine.client.http_without_retries, stage, "gloo") for stage in range(2)]
     give(engine, senders, 1)
     for thread in threads:
         thread.join()

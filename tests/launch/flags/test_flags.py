@@ -11,6 +11,7 @@ from megatron_rc.launch.flags.checks import experts as expert_checks
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.records.rollout import save_rollouts
+from tests.support.checkpoint_outline import outline_of_checkpoint
 from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch, run_config
 from tests.support.refusals import refused
 
@@ -123,7 +124,7 @@ def test_another_runs_checkpoints_are_not_saved_among(tmp_path):
         (tmp_path / "save" / name).mkdir(parents=True)
         (tmp_path / "save" / name / "metadata.json").touch()
     check(tmp_path, save, f"--load={tmp_path}/save/../save/")
-    for load in ([], [f"--load={tmp_path}"]):
+    for load in ([], [f"--load={outline_of_checkpoint(tmp_path / 'other')}"]):
         with pytest.raises(ConfigurationError, match=r"--save .*save .*--load"):
             check(tmp_path, save, *load)
 

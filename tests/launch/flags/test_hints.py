@@ -6,6 +6,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.command import read_command
 from megatron_rc.launch.flags.hints import _OF_OTHER_PROGRAMS, unknown
 from megatron_rc.launch.flags.parser import build_parser, long_options
+from tests.support.refusals import refused
 
 
 def test_names_of_other_programs_are_unknown_here_and_lead_to_flags():
@@ -26,12 +27,37 @@ HINTS = {
     "--max-response-len": "--max-response-length",
     "--from-scrach": "--from-scratch",
     "--hf-checkpoint": "--load-hf",
+    "--learning-rate": "--lr",
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--use_rollout_logprobs": "--bypass-mode",
+    "--tis-clip": "--rollout-is-threshold",
 }
 
 
 @pytest.mark.parametrize("name", HINTS)
 def test_an_unknown_flag_gets_a_hint(name):
     assert unknown("flag", name) == f"unknown flag {name!r}: did you mean {HINTS[name]}?"
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "--lr"),
+        ("algorithm.adv_estimator=grpo", "--advantage-estimator"),
+        (
+            "+algorithm.rollout_correction.rollout_is=token",
+            "--rollout-correction-config FILE --rollout-correction-dialect verl",
+        ),
+        ("rollout_correction.rollout_is=token", "--rollout-correction-config FILE"),
+        ("trainer.logger=console", "--help-all"),
+    ],
+)
+def test_a_hydra_override_gets_a_hint(word, parts):
+    with refused(parts):
+        read_command(["--lr=1e-3", word])
 
 
 @pytest.mark.parametrize(("what", "name"), [("key", "dry-run"), ("key", "config"), ("flag", "--print-config")])
@@ -50,7 +76,7 @@ def test_a_removed_flag_gets_its_remedy(name):
     """--rollout-halt --enable-reasoning --rollout-seed --rollout-shuffle --rollout
     --rollout-x --rollout-max-context-len --lr-decay-step --apply-chat-template-arguments --rollout-function-path
     --eval-top-p --balance-data --use-kl-loss --offload --reward-key --wandb-team --deepspeed
-    --zzz --mock-data""".split(),
+    --zzz --mock-data --top --eps""".split(),
 )
 def test_a_shared_beginning_is_no_hint(name):
     assert unknown("flag", name) == f"unknown flag {name!r}: --help-all lists them"

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megatron_rc.launch.checkpoint_folders import TRACKER
 from megatron_rc.launch.errors import missing_packages_noted
 from megatron_rc.launch.flags.checks import rollouts
 from megatron_rc.launch.flags.configure import configure
@@ -61,6 +62,10 @@ TABLES = {
         """
         --attention-dropout=0.1
         --lr=0 :: --lr 0.0 must be positive
+        --lr -1e-3 :: --lr -0.001 must be positive
+        --lr-warmup-init -1.e-3 :: --lr-warmup-init -0.001 must be 0 or more
+        --run-name=a/../../b :: --run-name a/../../b | --runs-dir
+        --run-name=/tmp/a :: --run-name /tmp/a | --runs-dir
         --min-lr=1 :: --min-lr 1.0 | --lr 0.02
         --adam-beta1=1 :: --adam-beta1 1.0 must be below 1
         --tokenizer-type=HuggingFaceTokenizer :: HuggingFaceTokenizer | --tokenizer-model | --load-hf
@@ -74,6 +79,11 @@ TABLES = {
         --config=/tmp
         --policy-loss=cispo --bypass-mode :: --policy-loss cispo | --loss-type cispo
         --load=/nowhere/at/all
+        --load=EMPTY :: --load EMPTY: the folder holds no checkpoint: name another one
+        --ref-load=EMPTY :: --ref-load EMPTY: the folder holds no checkpoint: name another one
+        --load=HF :: --load HF: the folder holds no checkpoint | --load-hf HF
+        --ref-load=HF :: --ref-load HF: the folder holds no checkpoint | --ref-load-hf HF
+        --load=HALF :: --load HALF | names checkpoint 3, which is not complete
         --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
         --metric-prefix=step :: --metric-prefix 'step'
         --rollout-top-k=1 :: --rollout-top-k 1 | 2 and more
@@ -129,6 +139,7 @@ TABLES = {
         @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 tensor · data
         --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor
         --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
+        --num-experts=1 :: --num-experts 1 must be at least 2 | the weight of a single expert is always 1
         @2 --tensor-model-parallel-size=2 :: --sequence-parallel
         @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
         @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
@@ -265,17 +276,32 @@ ROWS = [
 def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
     arguments, _, fragments = row.partition(" :: ")
     ranks, arguments = arguments.split(" ", 1) if arguments.startswith("@") else ("@1", arguments)
+    folders = made_folders(tmp_path)
     if "RECORDS" in front + arguments:
-        (tmp_path / "records").mkdir()
         save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
-    more = f"{front} {arguments}"
-    for short, long in (SHORT | {"RECORDS": f"{tmp_path}/records"}).items():
-        more = re.sub(rf"(?<![A-Z]){short}(?![A-Z])", long, more)
+    more = with_long_forms(f"{front} {arguments}", SHORT | folders)
+    fragments = with_long_forms(fragments, folders)
     base = flags(tmp_path / "runs", *more.split(), model=model)
     if "--train-samples" in arguments and "--train-iters" not in arguments:
         base.remove("--train-iters=100")
     with refused(fragments or arguments.split()[-1].replace("=", " ", 1)):
         configure(base, int(ranks[1:]), engine=samples)
+
+
+def made_folders(tmp_path):
+    """Folders by their words in the rows: of records, an empty one, a Hugging Face directory, half a checkpoint."""
+    folders = {word: tmp_path / word.lower() for word in ("RECORDS", "EMPTY", "HF", "HALF")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    (folders["HF"] / "config.json").write_text("{}")
+    (folders["HALF"] / TRACKER).write_text("3")
+    return {word: str(folder) for word, folder in folders.items()}
+
+
+def with_long_forms(text, forms):
+    for short, long in forms.items():
+        text = re.sub(rf"(?<![A-Z]){short}(?![A-Z])", long, text)
+    return text
 
 
 def test_a_run_does_not_read_the_folder_of_its_own_bad_batches(tmp_path):
@@ -352,6 +378,7 @@ UNUSED = [
         "before the loss | --train-iters",
     ),
     (LLAMA, "--attribution-check --attribution-nodes=2", "", "--attribution-interval"),
+    (LLAMA, "--moe-enable-routing-replay", "", "--num-experts"),
     (
         LLAMA,
         "--attribution-interval=1 --attribution-nodes=2",

@@ -6,11 +6,11 @@ import pytest
 import transformers
 
 from megatron_rc.launch.__main__ import main
-from megatron_rc.launch.checkpoint_folders import TRACKER, iteration_folder
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText
 from tests.launch.tasks.test_text import tokenizer_folder
+from tests.support.checkpoint_outline import outline_of_checkpoint
 from tests.support.commands import code_of
 from tests.support.paths import ROOT
 from tests.support.recorded_training import COMMON, LLAMA
@@ -39,11 +39,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def checkpoint(tmp_path):
     """A folder that holds a checkpoint, as far as flags look into it."""
-    folder = iteration_folder(tmp_path / "checkpoints", 3)
-    folder.mkdir(parents=True)
-    (folder / "metadata.json").write_text("{}")
-    (tmp_path / "checkpoints" / TRACKER).write_text("3")
-    return tmp_path / "checkpoints"
+    return outline_of_checkpoint(tmp_path / "checkpoints")
 
 
 @pytest.fixture
@@ -78,17 +74,9 @@ def test_the_toys_say_it_themselves_for_other_prompts_too(tmp_path, prompts, pat
         assert isinstance(task.text, CharacterText)
 
 
-def test_the_toys_model_on_the_toys_task_needs_no_flag(tmp_path, prompts):
-    """An older copy of its launch file; with another model, another task or prompts it is no toy."""
-    text = (CONFIGS / "launch" / "count_up.yaml").read_text(encoding="utf-8")
-    path = tmp_path / "mine.yaml"
-    path.write_text(text.replace("from-scratch: true\n", "").replace("task: count_up\n", ""))
-    arguments = [f"--config={path}", "--cpu", f"--runs-dir={tmp_path}/runs"]
-    config, _ = configure([*arguments, "--lr=1e-3", "--task=count_up"], 4)
-    assert not config.checkpoints.from_scratch
-    for more in (["--ffn-hidden-size=64"], ["--model=hybrid"], [DOUBLES], prompts):
-        with refused("--load-hf | --load | --tokenizer-model | --from-scratch"):
-            configure([*arguments, *more], 4)
+def test_the_toy_too_needs_the_flag(tmp_path):
+    with refused("--load-hf | --load | --tokenizer-model | --from-scratch"):
+        configure(["--config=count_up", "--cpu", f"--runs-dir={tmp_path}/runs", "--no-from-scratch"], 4)
 
 
 def test_without_flags_a_required_one_is_named_as_before():

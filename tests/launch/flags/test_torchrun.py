@@ -76,6 +76,12 @@ def test_the_command_of_the_documents_is_handed_on(tmp_path, monkeypatch):
     ]
 
 
+def test_torchruns_variables_say_where_machines_meet(tmp_path, monkeypatch):
+    """As operators of Kubernetes set them."""
+    monkeypatch.setenv("PET_MASTER_ADDR", "HOST")
+    assert handed_on(tmp_path, "--nnodes=2")[2:] == ["--nnodes", "2"]
+
+
 def test_a_process_for_each_device(tmp_path, monkeypatch):
     have(monkeypatch, cores=2)
     for name in ("auto", "cpu"):
@@ -97,8 +103,13 @@ REFUSED = f"""
 --node-rank=0 :: --node-rank 0 | --nnodes above 1
 --max-restarts=2 --save=a --load=a :: --max-restarts 2 | {SAFE}
 --nnodes=2 --node-rank=2 :: --node-rank 2 | 0 to 1 | --nnodes 2
---nnodes=two :: --nnodes two | 'two'
---nnodes=4:1 :: --nnodes 4:1 | max_nodes=1
+--nnodes=2 :: --nnodes 2 | --master-addr HOST | --node-rank | --rdzv-endpoint HOST:PORT
+--nnodes=2 --node-rank=1 --master-port=7 :: --nnodes 2 | --master-addr HOST
+--nnodes=two :: --nnodes two | FEWEST:MOST
+--nnodes=4:1 :: --nnodes 4:1 | FEWEST:MOST
+--nnodes=0 :: --nnodes 0 must be
+--nnodes=0:2 :: --nnodes 0:2 must be
+--max-restarts=-1 :: --max-restarts -1 must be 0 or more
 --nproc-per-node=gpus
 --nnodes=1:4 :: --nnodes 1:4 | --rdzv-backend c10d | --rdzv-endpoint
 --nnodes=1:4 {MEETING} :: --nnodes 1:4 | {SAFE}

@@ -36,7 +36,7 @@ def collected(words):
     warnings = []
     with mock.patch.object(logging.getLogger("megatron_rc"), "warning", warnings.append):
         collector = RolloutCollector(config, task, groups)
-        batches = [collector.collect(step) for step in (0, 2)]
+        batches = [collector.collect(step).batch for step in (0, 2)]
     cut = cut_batch(batches[0], config, groups)
     local = cut.local
     pieces = [cut.local.piece(micro_batch) for mini_batch in cut.cuts for micro_batch in mini_batch]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.rollouts import work_threads
+from megatron_rc.launch.rollouts import collector, work_threads
 from megatron_rc.launch.rollouts.collector import RolloutCollector, check_versions
 from megatron_rc.launch.rollouts.scheduler import RolloutScheduler
 from tests.support.ranks import Layout, RankFailure
@@ -43,6 +43,36 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(tmp_path, is_elsewhere
     assert made.take(3) == -3, "not ordered: obtained at once"
     made.close()
     assert seen == [*((step, not is_elsewhere) for step in (4, 6, 8, 9)), (3, True)]
+
+
+def turns(made, steps, *, evaluates=False):
+    """For each step, whether weights are sent before and after its batch, and whether it begins a window."""
+    seen = []
+    for step in steps:
+        turn = made.turn(step, evaluates=evaluates)
+        assert turn.orders_before == []
+        made.take(step)
+        made.order(turn.orders_after)
+        seen.append((turn.syncs_before, turn.syncs_after, turn.begins_window))
+    return seen
+
+
+FRESH = (True, False, True)
+WITHIN = (False, False, False)
+LAST = (False, True, True)
+
+
+def test_weights_change_when_the_last_batch_of_a_window_is_there(tmp_path):
+    """Two batches ahead, nine steps: the last window has nothing to follow, and is ended for an evaluation alone."""
+    made = scheduler(tmp_path, abs, is_elsewhere=False)
+    assert turns(made, range(7)) == [FRESH, WITHIN, LAST, WITHIN, LAST, WITHIN, LAST]
+    assert turns(made, [7]) == [WITHIN]
+    assert turns(made, [8], evaluates=True) == [LAST]
+    again = scheduler(tmp_path, abs, is_elsewhere=False)
+    assert again.go_on(step=7, version=6) == [7, 8]
+    again.order([7, 8])
+    assert turns(again, [7, 8]) == [WITHIN, (False, False, True)]
+    assert scheduler(tmp_path, abs, is_elsewhere=False).go_on(step=6, version=-1) == []
 
 
 def test_closing_drops_what_waits_and_leaves_a_batch_that_does_not_end(tmp_path, monkeypatch):
@@ -141,7 +171,7 @@ def run_with(words, engine, watch=lambda engines, iteration: None):
     engines = []
     update = Trainer.update
 
-    def make(_):
+    def make(*_):
         engines.append(engine())
         return engines[-1]
 
@@ -150,7 +180,7 @@ def run_with(words, engine, watch=lambda engines, iteration: None):
         return update(trainer, prepared, mini_batch)
 
     with (
-        mock.patch.object(RolloutCollector, "_default_engine", make),
+        mock.patch.object(collector, "make_engine", make),
         mock.patch.object(Trainer, "update", watched),
         # The engine has no model that could agree.
         mock.patch.object(SyncCheck, "__call__", return_value={}),

@@ -12,6 +12,7 @@ import torch
 from megatron_rc.launch.checkpoint_folders import iterations
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts import collector
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.stopping import StopRequest
@@ -51,14 +52,14 @@ def run_slowly(words, engine, signalled=None):
     """A run with this engine, how it ended, and its seconds; ``signalled`` gets SIGTERM in the slow rollout."""
     take = RolloutCollector.collect
 
-    def collect(collector, step):
+    def collect(self, step):
         if signalled is not None and engine.asked == engine.slow - 1 and torch.distributed.get_rank() == signalled:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return take(collector, step)
+        return take(self, step)
 
     begun = time.monotonic()
     with (
-        mock.patch.object(RolloutCollector, "_default_engine", return_value=engine),
+        mock.patch.object(collector, "make_engine", return_value=engine),
         mock.patch.object(RolloutCollector, "collect", collect),
     ):
         return run_training(words), time.monotonic() - begun
@@ -119,12 +120,12 @@ def test_a_rank_that_looks_late_finds_what_it_waits_for(ranks, tmp_path):
 def start_where_an_engine_fails(words):
     """The engine of replica 1 cannot be made."""
 
-    def make(collector):
+    def make(config, text, replica):
         if torch.distributed.get_rank() == 1:
             raise OSError("no port is free")
         return SlowEngine(0, slow=None)
 
-    with mock.patch.object(RolloutCollector, "_default_engine", make):
+    with mock.patch.object(collector, "make_engine", make):
         return run_training(words)
 
 

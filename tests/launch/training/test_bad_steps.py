@@ -17,6 +17,7 @@ from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checks.step_checks import BadStepError, LeftOut, StepChecks
+from megatron_rc.launch.training.trainer import Outcome
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
@@ -59,9 +60,9 @@ def faults(steps=(), batches=()):
         is_spoilt = is_last and trainer.iteration in batches
         return dataclasses.replace(local, train_log_probs=local.train_log_probs * math.nan) if is_spoilt else local
 
-    def watched(trainer, **how):
+    def watched(trainer, *args):
         left[trainer.iteration] = all(map(torch.equal, trainer.before, state_of(trainer)))
-        return skip(trainer, **how)
+        return skip(trainer, *args)
 
     with contextlib.ExitStack() as stack:
         for name, function in {"accumulate": spoilt, "_plan_inputs": no_numbers, "skip": watched}.items():
@@ -220,10 +221,11 @@ def run_flat(words, flat, alone):
     left = {}
 
     def collected(self, step):
-        batch = collect(self, step)
-        rewards = torch.arange(len(batch.rewards)).remainder(2).float()
+        result = collect(self, step)
+        rewards = torch.arange(len(result.batch.rewards)).remainder(2).float()
         is_flat = step in flat or (step in alone and self.replica == 0)
-        return dataclasses.replace(batch, rewards=torch.ones_like(rewards) if is_flat else rewards)
+        batch = dataclasses.replace(result.batch, rewards=torch.ones_like(rewards) if is_flat else rewards)
+        return dataclasses.replace(result, batch=batch)
 
     def watched(self, prepared, mini_batch):
         before = state_of(self)
@@ -272,10 +274,10 @@ def test_steps_of_the_critic_alone_are_none_that_change_nothing(tmp_path):
     judge = BadSteps(config, trainer, None)
     for _ in range(13):
         trainer.iteration += 1
-        judge.check({"lr": 0.1})
+        judge.check(Outcome.CRITIC_ONLY if trainer.iteration <= 8 else Outcome.NOT_ACCEPTED, {"lr": 0.1})
     trainer.iteration += 1
     with pytest.raises(RunError, match="the last 6 steps left the model as it was"):
-        judge.check({"lr": 0.1})
+        judge.check(Outcome.NOT_ACCEPTED, {"lr": 0.1})
 
 
 def checked(words, losses, norms):

@@ -20,7 +20,7 @@ def both(trainer):
 
 
 def step(trainer, index):
-    return trainer.update(trainer.prepare(share(trainer, index)), 0)
+    return trainer.update(trainer.prepare(share(trainer, index)), 0).metrics
 
 
 def train(words, begin, end, save_at=None):
@@ -162,12 +162,13 @@ def start_elsewhere(words, folder):
     """The layers of another policy's critic and of one that starts from its directory, and whether they are its own."""
     from safetensors.torch import save_file
 
-    from megatron_rc.launch.weights.converter import export_model
+    from megatron_rc.launch.weights.converter import described_model, export_model
 
     other = make_trainer([*words, "--seed=5"])
     tensors = dict(export_model(other.chunks, other.config, other.groups))
     if torch.distributed.get_rank() == 0:
         save_file({name: one.contiguous() for name, one in tensors.items()}, f"{folder}/model.safetensors")
+        described_model(other.config).save_pretrained(folder)
     torch.distributed.barrier()
     trainer = make_trainer([*words, f"--critic-load-hf={folder}"])
     # Of the embeddings on each rank at least five rows are no padding, which a directory does not hold.
@@ -212,7 +213,7 @@ def step_without_signal(words):
     trainer = make_trainer(words)
     prepared = dataclasses.replace(trainer.prepare(share(trainer, 0)), without_signal=frozenset({0}))
     before = both(trainer)
-    metrics = trainer.update(prepared, 0)
+    metrics = trainer.update(prepared, 0).metrics
     return [not equal(one, other) for one, other in zip(before, both(trainer), strict=True)], metrics
 
 

@@ -87,7 +87,7 @@ def one_step(words, hinted=None, served=None):
     if served is not None:
         teacher_input = rows_of(served, rows)
     prepared = trainer.prepare(rollouts, None, teacher_input)
-    metrics = trainer.update(prepared, 0)
+    metrics = trainer.update(prepared, 0).metrics
     after = weights()
     return metrics, {name: (before[name].double() - after[name].double()) / RATE for name in before}
 

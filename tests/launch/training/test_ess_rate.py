@@ -38,7 +38,7 @@ def two_steps(words):
     local = prepared.batch.local
     for number in range(2):
         before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
-        metrics = trainer.update(prepared, 0)
+        metrics = trainer.update(prepared, 0).metrics
         after = [parameter.detach() for chunk in trainer.chunks for parameter in chunk.parameters()]
         metrics["moved"] = float(sum((a - b).square().sum() for a, b in zip(after, before, strict=True)).sqrt())
         metrics["next"] = {group["lr"] for group in trainer.optimizer.param_groups}

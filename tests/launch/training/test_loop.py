@@ -3,7 +3,10 @@
 import math
 import re
 import sys
+import time
+from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -63,6 +66,71 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, savin
         assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [2]
 
 
+HOUR = 3600.0
+
+
+def run_with_slow(words, *slow):
+    """The error of a run in which, by the loop's clock, each call of these methods takes an hour longer."""
+    from megatron_rc.launch.training import loop
+
+    waited = []
+
+    def slowed(method):
+        def call(*args, **options):
+            waited.append(HOUR)
+            return method(*args, **options)
+
+        return call
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(waited))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(loop, "time", clock))
+        for owner, name in slow:
+            stack.enter_context(mock.patch.object(owner, name, slowed(getattr(owner, name))))
+        error = run_training(words)
+    assert waited
+    return error
+
+
+def run_with_slow_files(words):
+    """A run whose reports, records and checkpoints are slow."""
+    from megatron_rc.launch.training.reporting.reporter import Reporter
+    from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
+    from megatron_rc.launch.training.when_to_save import CheckpointSaves
+
+    slow = (Reporter, "step"), (CheckpointSaves, "on_the_way"), (SavedLogProbs, "after_update")
+    return run_with_slow(words, *slow)
+
+
+def test_the_time_of_an_update_is_without_reports_and_saves(ranks, tmp_path):
+    """Two steps on each of two rollout batches; each report and each save takes an hour."""
+    arguments = flags(tmp_path, *LIVE, "--grpo-iterations=2", "--train-iters=4", "--device-peak-tflops=0.5")
+    assert ranks.run(run_with_slow_files, Layout(), arguments) == [None]
+    for row in rows(tmp_path):
+        assert {name for name in row if re.fullmatch(r"perf/\w+_seconds", name)} == {
+            *("perf/sync_seconds", "perf/rollout_seconds", "perf/plan_seconds", "perf/update_seconds")
+        }
+        assert sum(row[f"perf/{phase}_seconds"] for phase in ("sync", "rollout", "plan", "update")) < HOUR
+        assert row["perf/tokens_per_second"] > row["rollout/tokens"] / HOUR
+
+
+def run_with_slow_attribution(words):
+    """A run whose attributions are slow."""
+    from megatron_rc.launch.training import trainer
+
+    return run_with_slow(words, (trainer, "attribute_batch"))
+
+
+def test_the_speed_is_without_attributions(ranks, tmp_path):
+    arguments = flags(tmp_path, *LIVE, "--train-iters=2", "--attribution-interval=2", "--attribution-nodes=1")
+    assert ranks.run(run_with_slow_attribution, Layout(), arguments) == [None]
+    attributed, other = rows(tmp_path)
+    assert HOUR < attributed["perf/attribution_seconds"] < 2 * HOUR
+    assert "perf/attribution_seconds" not in other
+    for row in (attributed, other):
+        assert row["perf/tokens_per_second"] > row["rollout/tokens"] / HOUR
+
+
 def run_with_metrics_in_place(words):
     """What stands in the place of the metrics stays there, although the run begins."""
     with mock.patch.object(metrics_file, "set_aside"):
@@ -114,7 +182,7 @@ def run_broken(words, fault):
     collector = RolloutCollector(config, task, groups, engine)
     trainer = Trainer(config, groups)
     collector.sync_weights(trainer.chunks, 0)
-    batch = collector.collect(0)
+    batch = collector.collect(0).batch
     return batch.rollout_log_probs[batch.response_mask].sum().item()
 
 
@@ -148,7 +216,7 @@ def train_on_rejected(words, off):
     rate = trainer.optimizer.param_groups[0]["lr"]
     batch = recorded_batch(1)
     prepared = trainer.prepare(replace(batch, rollout_log_probs=batch.rollout_log_probs - off))
-    metrics = [trainer.update(prepared, 0) for _ in range(trainer.config.updates_per_rollout)][-1]
+    metrics = [trainer.update(prepared, 0).metrics for _ in range(trainer.config.updates_per_rollout)][-1]
     same = equal(state, weights_of(trainer.chunks))
     same &= equal(moments, tensors_of(trainer.optimizer.state_dict()))
     return same and rate == trainer.optimizer.param_groups[0]["lr"], metrics, len(moments)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megatron_rc.launch.checkpoint_folders import iteration_folder
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.saved_settings import SETTINGS
 from megatron_rc.launch.rewards.rules import Source
@@ -12,6 +13,7 @@ from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.training.checkpoints.fitting import warn_of_other_data
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.tasks.test_text import tokenizer_folder
+from tests.support.checkpoint_outline import outline_of_checkpoint
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, LLAMA, flags, run_config
 from tests.support.training_runs import LIVE, logged, rows, run_training
@@ -96,8 +98,7 @@ def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files
 
 @pytest.mark.parametrize(("seed", "lines"), [(1, 0), (2, 1)])
 def test_another_seed_of_a_task_is_said(tmp_path, caplog, seed, lines):
-    folder = tmp_path / "iter_0000003"
-    folder.mkdir()
+    folder = iteration_folder(outline_of_checkpoint(tmp_path), 3)
     (folder / SETTINGS).write_text(json.dumps({"training": {"seed": 1}}))
     config = run_config([*flags(tmp_path, f"--load={tmp_path}", f"--seed={seed}", "--train-iters=5")])
     warn_of_other_data(config, 3)

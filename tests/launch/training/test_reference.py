@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from megatron_rc.launch.errors import ConfigurationError
 from tests.support.live import storages_of
-from tests.support.published_models import MODELS, changed, words_of
+from tests.support.published_models import ATTENTION_YARN, DYNAMIC, LINEAR, MODELS, changed, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, refusal, run_config, save_initial, share
 from tests.support.training_runs import agreed, equal, run_training, weights_of
@@ -25,7 +25,7 @@ def batches(trainer, numbers):
         now = weights_of(trainer.reference.chunks)
         kind = "kept" if equal(now, before) else "the policy" if equal(now, policy) else "other"
         assert equal(weights_of(trainer.chunks), policy), "the policy has its own weights again"
-        results += [(kind, trainer.update(prepared, 0)) for _ in range(2)]
+        results += [(kind, trainer.update(prepared, 0).metrics) for _ in range(2)]
     return results
 
 
@@ -108,8 +108,6 @@ def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published)
         ranks.run(run_training, Layout(dp=2), [*arguments, f"--load={tmp_path}/save", f"--ref-load-hf={published[1]}"])
     )
     assert f"--ref-load-hf {published[1]} would do nothing; drop it, or give --finetune" in message
-    message = agreed(ranks.run(run_training, Layout(dp=2), [*arguments, f"--ref-load={tmp_path}"]))
-    assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in message
 
 
 def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_path):
@@ -148,6 +146,44 @@ def test_no_second_model_comes_into_being(ranks, tmp_path):
     outside, inside, most, largest = ranks.run(bytes_while_it_is_compared, Layout(), flags(tmp_path, *KL))[0]
     assert outside == inside
     assert 0 < most <= largest
+
+
+# Settings of the policy's file, settings of the other file, and parts of the error. Tensors have equal shapes.
+OTHER_FUNCTIONS = {
+    "linear-rope": ("llama", {"rope_parameters": LINEAR}, {}, r"without --rotary-seq-len-interpolation-factor, "),
+    "dynamic-rope": ("llama", {}, {"rope_parameters": DYNAMIC}, r"--rope-dynamic-factor 3"),
+    "no-rope-layers": ("smollm3", {}, {"no_rope_layers": [1, 1, 1, 1]}, r"without --no-rope-freq, "),
+    "epsilon": ("llama", {"rms_norm_eps": 1e-4}, {}, r"--norm-epsilon 1e-06.* 0\.0001"),
+    "yarn": (
+        "llama-yarn",
+        {},
+        {"rope_parameters": ATTENTION_YARN | {"attention_factor": None}},
+        r"without --yarn-attention-factor, .* 1\.25",
+    ),
+}
+
+
+def described(name, folder, change):
+    """A directory with the ``config.json`` of a published model, with changes."""
+    folder.mkdir()
+    MODELS[name].save_pretrained(folder)
+    return changed(folder, folder, change)
+
+
+@pytest.mark.parametrize(
+    ("flag", "more"),
+    [("--ref-load-hf", KL), ("--critic-load-hf", ["--advantage-estimator=gae"])],
+    ids=["reference", "critic"],
+)
+@pytest.mark.parametrize(("name", "change", "other_change", "message"), OTHER_FUNCTIONS.values(), ids=OTHER_FUNCTIONS)
+def test_a_directory_of_another_function_is_refused(tmp_path, flag, more, name, change, other_change, message):
+    policy = described(name, tmp_path / "policy", change)
+    other = described(name, tmp_path / "other", other_change)
+    arguments = words_of(policy, Layout(), *more)
+    with pytest.raises(ConfigurationError, match=rf"^{flag} {other} .*{message}"):
+        run_config([*arguments, f"{flag}={other}"], engine=False)
+    config = run_config([*arguments, f"{flag}={described(name, tmp_path / 'equal', change)}"], engine=False)
+    assert config.model.hf_model_type == MODELS[name].model_type
 
 
 def test_another_architecture_is_refused(tmp_path, published):

@@ -72,7 +72,7 @@ def train_recorded(words):
     size = trainer.config.data_parallel_size
     share = batch.num_sequences // size
     prepared = trainer.prepare(batch.rows(slice(rank * share, (rank + 1) * share)))
-    metrics = trainer.update(prepared, 0)
+    metrics = trainer.update(prepared, 0).metrics
     return metrics, prepared.plan.metrics()
 
 

@@ -63,9 +63,9 @@ def train(words):
             log_ratios.append((trainer.iteration, sample, value))
         return loss(trainer, scale, model, local, output)
 
-    def watched(run, row):
+    def watched(run, row, outcome):
         reported.append({name: value for name, value in row.items() if name.startswith("selection/")})
-        return report_step(run, row)
+        return report_step(run, row, outcome)
 
     with (
         mock.patch.object(Trainer, "accumulate", spoilt),

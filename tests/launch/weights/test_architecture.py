@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.command import read_command
+from megatron_rc.launch.flags.command import NONE_IF_ABSENT, read_command
+from megatron_rc.launch.run_config import flag_options
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.architecture import read_architecture
@@ -30,6 +31,7 @@ CONTRADICTIONS = [
     ("llama", "--rotary-base=10000", "--rotary-base 10000 contradicts --load-hf"),
     ("llama", "--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights contradicts"),
     ("llama", "--hf-model-type=mistral", "--hf-model-type mistral contradicts --load-hf"),
+    ("llama-biases", "--disable-bias-linear", "--disable-bias-linear contradicts --load-hf .* has False"),
     ("qwen3", "--num-experts=4", "--num-experts 4 contradicts --load-hf .* has None"),
     ("qwen3_moe", "--num-experts=8", "--num-experts 8 contradicts --load-hf .* has 4"),
     ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--no-moe-router-pre-softmax contradicts"),
@@ -41,6 +43,22 @@ def test_flags_that_contradict_the_directory_are_refused(folders, name, word, me
     with pytest.raises(ConfigurationError, match=message):
         read_command(words_of(folders[name], Layout(), word))
     assert read_command(words_of(folders["llama"], Layout(), "--rotary-base=500")).values.rotary_base == 500
+
+
+def test_the_flags_that_a_file_may_leave_out_are_listed():
+    """A flag that is left out, and is not listed, could contradict the file without an error."""
+    files = [FAMILIES[config.model_type].read(config.to_dict()) for config in MODELS.values()]
+    listed = {name.replace("_", "-") for name in NONE_IF_ABSENT}
+    flags_of_files = {flag for words in files for flag in words if flag in flag_options()}
+    for words in files:
+        unused = {"sliding-window"}  # limits the length, and changes nothing else
+        if "num-experts" not in words:
+            unused.add("moe-ffn-hidden-size")
+        if words["multi-latent-attention"]:
+            unused.add("kv-channels")
+        for flag in flags_of_files - words.keys() - unused:
+            _, option = flag_options()[flag]
+            assert option.default is not None or flag in listed
 
 
 # Model, changed entries of its config.json, and parts of the sentence.
@@ -162,8 +180,8 @@ def test_of_two_forms_of_rotary_parameters_that_of_transformers_5_counts(
 ):
     folder = changed(folders["llama3"], tmp_path, entries)
     flags = read_architecture(folder)
-    assert float(flags["rotary-base"]) == base
-    assert flags["use-rope-scaling"] == str(scales).lower()
+    assert flags["rotary-base"] == base
+    assert flags["use-rope-scaling"] == scales
     by_transformers = transformers.AutoConfig.from_pretrained(folder).rope_parameters
     assert by_transformers["rope_theta"] == base
     assert (by_transformers["rope_type"] == "llama3") == scales
@@ -177,7 +195,7 @@ def test_of_two_forms_of_rotary_parameters_that_of_transformers_5_counts(
 
 def test_an_original_length_beside_the_rotary_parameters_counts_as_in_transformers(folders, tmp_path):
     folder = changed(folders["llama-yarn"], tmp_path, {"original_max_position_embeddings": 8})
-    assert read_architecture(folder)["yarn-original-max-position-embeddings"] == "8"
+    assert read_architecture(folder)["yarn-original-max-position-embeddings"] == 8
     by_transformers = transformers.AutoConfig.from_pretrained(folder)
     by_transformers.standardize_rope_params()  # as its rotary embeddings do before they are computed
     assert by_transformers.rope_parameters["original_max_position_embeddings"] == 8
@@ -192,7 +210,7 @@ def test_a_share_of_rotated_width_is_read_from_either_form(folders, tmp_path, ca
     ):
         caplog.clear()
         folder = changed(folders["glm4_moe"], tmp_path, entries)
-        assert float(read_architecture(folder)["rotary-percent"]) == part
+        assert read_architecture(folder)["rotary-percent"] == part
         assert transformers.AutoConfig.from_pretrained(folder).rope_parameters["partial_rotary_factor"] == part
         assert len(caplog.messages) == lines
 
@@ -232,7 +250,7 @@ def test_both_forms_of_a_config_are_the_same_flags(folders, tmp_path, name):
     flags = read_architecture(folders[name])
     assert read_architecture(changed(folders[name], tmp_path, older)) == flags
     assert flags["hf-model-type"] == MODELS[name].model_type
-    assert flags["use-rope-scaling"] == str(name == "llama3").lower()
+    assert flags["use-rope-scaling"] == (name == "llama3")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,7 @@
 """Settings of all other programs: refused ones, notes, and the way back."""
 
 import math
+import re
 
 import pytest
 
@@ -21,7 +22,7 @@ nemo-rl | grpo: {error: 1.5}, ppo: {error: 2} | seq_logprob_error_threshold .* 1
 slime | --tis-clip: 3.0, tis_clip: 2.0 | tis_clip .* 3.0 and 2.0: keep one
 verl-2026 | - | dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl, trl
 verl | rolout_is: token | unknown setting 'rolout_is' of verl: did you mean rollout_is
-verl | algorithm: {algorithm: {}} | unknown setting 'algorithm' of verl: known are rollout_is
+verl | rollout_correction: {algorithm: {}} | unknown setting 'algorithm' of verl: known are rollout_is
 slime | loss_fn: {} | 'loss_fn' .*name of nemo-rl: read these settings with dialect='nemo-rl'
 nemo-rl | bad_log_probs: error | name of megatron_rc: read these settings with
 verl | rollout_correction: 3 | rollout_correction=3 must hold settings
@@ -49,6 +50,48 @@ nemo-rl | use: true, type: icepop, max: 5.0
     | truncated_importance_sampling_ratio_min is missing: 'icepop' needs both bounds
 nemo-rl | use: true, type: seq-mask-tis, max: 1.1, min: 0.9, by_sequence: true | 'seq-mask-tis' has token weights
 nemo-rl | type: tis, max: 2 | needs use_importance_sampling_correction=True
+# Below another key.
+trl | use_vllm: true, trl: {vllm_importance_sampling_correction: false}
+    | trl holds vllm_importance_sampling_correction, a setting of trl: give the settings below trl alone
+trl | use_vllm: true, a: {training_args: {vllm_importance_sampling_cap: 2.0}}
+    | a.training_args holds vllm_importance_sampling_cap
+slime | use_rs: false, args: {use-tis: true, tis-clip: 2.0} | args holds use_tis, a setting of slime
+slime | use_tis: true, args: {use_tis: false} | args holds use_tis
+nemo-rl | loss_fn: {use: true}, policy: {loss: {max: 2.0}} | policy.loss holds truncated_importance_sampling_ratio
+nemo-rl | loss_fn: {use: true}, rl: {grpo: {error: 2}} | rl.grpo holds seq_logprob_error_threshold
+verl | config: {algorithm: {rollout_correction: {rollout_is: token}}}
+    | config.algorithm.rollout_correction holds rollout_is, a setting of verl
+verl-2025-10 | algorithm: {gamma: 1}, trainer: {rollout_is_threshold: 2} | trainer holds rollout_is_threshold
+# Without any setting of the program.
+trl | trainer: {algorithm: {off_policy_correction: {tis_ratio_type: token}}}
+    | no setting of trl in these settings: known are use_vllm
+trl | - | no setting of trl
+trl | beta: 0.0, learning_rate: 1.0e-6 | no setting of trl
+slime | lr: 1.0e-6 | no setting of slime in these settings: known are use_tis
+nemo-rl | loss_fn: {ratio_clip_min: 0.2} | no setting of nemo-rl
+nemo-rl | model: {name: a} | no setting of nemo-rl
+trl | algorithm: {rollout_correction: {rollout_is: token, rollout_rs: token_k3, rollout_rs_threshold: 1}}
+    | read these settings with dialect='verl'
+verl | adv_estimator: grpo, trainer: {} | there is no algorithm.rollout_correction in these settings: known are
+verl | algorithm: {adv_estimator: grpo}, trainer: {} | there is no algorithm.rollout_correction
+verl-2025-11 | algorithm: {adv_estimator: grpo}, trainer: {} | there is no algorithm.rollout_correction
+verl | - | there is no algorithm.rollout_correction
+verl-2025-10 | algorithm: {adv_estimator: grpo} | no setting of verl-2025-10
+# Misspelt beside other settings.
+trl | use_vllm: true, off_policy_mask_treshold: 0.5 | did you mean off_policy_mask_threshold
+trl | use_vlm: true, learning_rate: 1.0e-6 | did you mean use_vllm
+nemo-rl | loss_fn: {use: true, trucated_importance_sampling_type: tis} | did you mean truncated_importance_sampling_type
+nemo-rl | loss_fn: {use: true}, grpo: {seq_logprob_error_treshold: 2} | did you mean seq_logprob_error_threshold
+slime | use_tis: true, use_rollout_logprob: true | did you mean use_rollout_logprobs
+slime | use_tis: true, custom_tis_funtion_path: a.b | did you mean custom_tis_function_path
+# Settings of the loss that cannot work here.
+verl | actor_rollout_ref: {actor: {tis_imp_ratio_cap: 2}}, algorithm: {gamma: 1.0}
+    | actor_rollout_ref.actor.tis_imp_ratio_cap=2 .* rollout_is: token, rollout_is_threshold: 2
+verl-2025-11 | actor_rollout_ref: {actor: {tis_imp_ratio_cap: 2.0}} | actor_rollout_ref.actor.tis_imp_ratio_cap=2.0
+verl-2025-10 | actor_rollout_ref.actor.tis_imp_ratio_cap: 2, algorithm: {gamma: 1.0}
+    | tis_imp_ratio_cap=2 .*--rollout-is token --rollout-is-threshold 2
+trl | use_vllm: true, vllm_importance_sampling_mode: token_truncate, loss_type: vespo | loss_type='vespo'
+slime | use_tis: true, use_rs: true, rs_trust_region: max, rs_tr_threshold: 0.5 | rs_trust_region='max'
 """
 
 
@@ -59,7 +102,7 @@ def test_what_cannot_work_is_refused(dialect, given, message):
 
 
 def test_notes_are_kept_logged_and_no_part_of_the_config(caplog):
-    caplog.set_level("INFO", "megatron_rc")
+    caplog.set_level("WARNING", "megatron_rc")
     settings = {"rollout_is": "token", "rollout_rs_threshold": 3.0}
     config = RolloutCorrectionConfig.from_dict(settings, "verl")
     assert config == RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
@@ -69,6 +112,38 @@ def test_notes_are_kept_logged_and_no_part_of_the_config(caplog):
     )
     assert [record.message for record in caplog.records] == list(config.notes)
     assert settings == {"rollout_is": "token", "rollout_rs_threshold": 3.0}
+
+
+UNREAD = """
+verl | rollout_correction: {rollout_is: null}, actor_rollout_ref: {actor: {tis_imp_ratio_cap: -1, kl_loss_type: k1}}
+verl | algorithm: {rollout_correction: {rollout_is: token}}, actor_rollout_ref: {policy_loss: {rollout_correction:
+    {rollout_is: token}}}
+trl | use_vllm: true, loss_type: dapo
+slime | use_tis: true, rs_trust_region: null, rs_tr_threshold: 0.5
+slime | use_tis: true, custom_loss_function_path: null
+nemo-rl | loss_fn: {use: true, force_on_policy_ratio: false, disable_ppo_ratio: false}
+"""
+
+
+@table("dialect {given}", UNREAD)
+def test_what_changes_nothing_is_named_alone(dialect, given):
+    *_, note = RolloutCorrectionConfig.from_dict(named(given), dialect).notes
+    assert note.startswith("not read, no part of the correction: ")
+
+
+BESIDE = """
+nemo-rl | loss_fn: {use: true, disable_ppo_ratio: true} | disable_ppo_ratio=True: .*--policy-loss reinforce
+nemo-rl | loss_fn: {use: true, force_on_policy_ratio: true} | force_on_policy_ratio=True: .*--grpo-iterations 1
+nemo-rl | loss_fn: {use: true, reference_policy_kl_type: k3} | --kl-estimator k3\\+
+slime | use_tis: true, use_unbiased_kl: true | --kl-importance-weight
+slime | use_tis: true, custom_loss_function_path: my.loss | custom_loss_function_path='my.loss'
+"""
+
+
+@table("dialect {given} words", BESIDE)
+def test_settings_of_the_loss_are_notes(dialect, given, words):
+    notes = RolloutCorrectionConfig.from_dict(named(given), dialect).notes
+    assert any(re.search(words, note) for note in notes)
 
 
 def test_numbers_survive_exactly():

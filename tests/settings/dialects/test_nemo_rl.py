@@ -27,7 +27,7 @@ def named(settings):
 
 
 READ = """
-- | rollout_is: null
+use: false | rollout_is: null
 use: false, min: 0.5 | rollout_is: null | truncated_importance_sampling_ratio_min=0.5 dropped
 use: true, by_sequence: true, min: 0.5 | rollout_is: sequence, rollout_is_threshold: UNTRUNCATED
     | truncated_importance_sampling_ratio_min=0.5 dropped | also selects GSPO

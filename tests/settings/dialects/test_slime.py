@@ -7,7 +7,7 @@ SLIME = {"rejection_denominator": "original"}
 
 
 READ = """
-- | rollout_is: null
+use_tis: false | rollout_is: null
 use_tis: false, use_rs: true, rs_veto_threshold: 0.0001 | rollout_is: null | use_rs=True dropped
     | rs_veto_threshold=0.0001 dropped
 --use-tis: true, --tis-clip: 3.0 | rollout_is: token, rollout_is_threshold: 3.0

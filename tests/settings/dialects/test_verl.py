@@ -11,7 +11,7 @@ OCTOBER = {"metric_prefix": "mismatch/", "rejection_denominator": "original"}
 
 
 VERL = """
-- | rollout_is_threshold: 2.0 | rollout_is is absent: 'sequence'
+bypass_mode: false | rollout_is_threshold: 2.0 | rollout_is is absent: 'sequence'
 rollout_is: token, rollout_is_threshold: null, rollout_is_batch_normalize: true | rollout_is: null
     | rollout_is='token' dropped | rollout_is_batch_normalize=True dropped
 rollout_is: null, rollout_rs: 'token_k2, token_k2,seq_max_k3', rollout_rs_threshold: 0.3
@@ -46,6 +46,11 @@ def test_a_section_that_is_switched_off(dialect, given):
     reads(dialect, given, {"rollout_is": None})
 
 
+@pytest.mark.parametrize("dialect", ["verl", "verl-2025-11"])
+def test_an_empty_section_has_the_defaults(dialect):
+    reads(dialect, {"algorithm": {"rollout_correction": {}}}, {"rollout_is_threshold": 2.0}, "rollout_is is absent")
+
+
 NOVEMBER_2025 = """
 rollout_is: null, rollout_rs: sequence | rollout_is: null, rollout_rs: seq_sum_k1, rollout_rs_threshold: 2.0
     | rollout_rs_threshold is absent: 2.0
@@ -73,7 +78,7 @@ def test_verl_of_november_2025(given, expected, notes):
 
 
 OCTOBER_2025 = """
-- | -
+rollout_is: false | -
 rollout_is: true, rollout_is_mode: mask | - | rollout_is=True dropped | rollout_is_mode='mask' dropped
 rollout_is: false, rollout_is_threshold: 2.0, rollout_is_level: sequence
     | rollout_is: sequence, rollout_is_threshold: 2.0, rollout_is_apply: false, rollout_token_veto_threshold: 0.0001

@@ -130,7 +130,7 @@ def grad_norms(words, batches, fused):
     """The gradient norms of a step on each batch; the last is saved if asked for."""
     with fused_adam() if fused else contextlib.nullcontext():
         trainer = make_trainer(words)
-        norms = [trainer.update(trainer.prepare(share(trainer, index)), 0)["grad_norm"] for index in batches]
+        norms = [trainer.update(trainer.prepare(share(trainer, index)), 0).metrics["grad_norm"] for index in batches]
         if trainer.config.checkpoints.save:
             trainer.save()
     return norms

@@ -75,17 +75,17 @@ def run_broken(words, fault, replica):
     """``train`` with this fault in the engine of one replica; what it raised."""
     from megatron.core import parallel_state
 
-    from megatron_rc.launch.rollouts import collector as rollout
+    from megatron_rc.launch.rollouts import collector
 
-    right = rollout.RolloutCollector._default_engine
+    right = collector.make_engine
 
-    def wrong(self):
-        engine = right(self)
+    def wrong(*settings):
+        engine = right(*settings)
         if parallel_state.get_data_parallel_rank() != replica:
             return engine
         return fault(engine) if isinstance(fault, type) else Sampling(engine, fault)
 
-    with mock.patch.object(rollout.RolloutCollector, "_default_engine", wrong):
+    with mock.patch.object(collector, "make_engine", wrong):
         return run_training(words)
 
 

@@ -9,6 +9,7 @@ import torch
 from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checks.step_checks import LeftOut
+from megatron_rc.launch.training.trainer import Outcome, StepResult
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, run_config, share
 
@@ -20,7 +21,7 @@ def steps(words, number):
     """The metrics of this many steps on a recorded batch."""
     trainer = make_trainer(words)
     prepared = trainer.prepare(share(trainer, 0))
-    return [trainer.update(prepared, 0) for _ in range(number)]
+    return [trainer.update(prepared, 0).metrics for _ in range(number)]
 
 
 def settle(words):
@@ -31,7 +32,7 @@ def settle(words):
     rows = []
     while not rows or "grad_norm" not in rows[-1]:
         same = all(map(torch.equal, trainer.chunks[0].parameters(), weights))
-        rows.append(trainer.update(prepared, 0) | {"same": same})
+        rows.append(trainer.update(prepared, 0).metrics | {"same": same})
     trainer.save()
     again = make_trainer([*words, f"--load={trainer.config.checkpoints.save}"])
     return rows, float(again.optimizer.get_loss_scale())
@@ -79,11 +80,11 @@ def test_steps_in_a_row_end_a_run_whose_scale_cannot_fall(tmp_path, more, scales
 
     def leave_out(scale):
         """Leave one step out, whose loss scale was this."""
-        trainer.update = lambda *_: {"loss_scale": scale}
-        row = steps.update(None, object(), 0, 0)
+        trainer.update = lambda *_: StepResult({"loss_scale": scale}, Outcome.OVERFLOW)
+        result = steps.update(None, object(), 0, 0)
         trainer.iteration += 1
         trainer.left_out.steps += 1
-        steps.check(row)
+        steps.check(result.outcome, result.metrics)
 
     for scale in scales[:-1]:
         leave_out(scale)

@@ -126,7 +126,7 @@ def train(words, steps):
     trainer = make_trainer(words)
     results = []
     for index in range(trainer.iteration, steps):
-        results.append(trainer.update(trainer.prepare(share(trainer, index)), 0))
+        results.append(trainer.update(trainer.prepare(share(trainer, index)), 0).metrics)
     trainer.save()
     return results
 

@@ -67,7 +67,7 @@ def train(words):
 
     trainer = make_trainer(words)
     prepared = trainer.prepare(share(trainer, 0))
-    steps = [trainer.update(prepared, 0) for _ in range(2)]
+    steps = [trainer.update(prepared, 0).metrics for _ in range(2)]
     return steps[0]["policy/noise_floor"], dict(export_model(trainer.chunks, trainer.config, trainer.groups))
 
 

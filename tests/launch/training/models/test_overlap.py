@@ -23,7 +23,7 @@ def steps_and_weights(words):
     steps = []
     for index in range(2):
         prepared = trainer.prepare(share(trainer, index))
-        steps += [trainer.update(prepared, 0) for _ in range(2)]
+        steps += [trainer.update(prepared, 0).metrics for _ in range(2)]
     return steps, weights_of(trainer.chunks)
 
 

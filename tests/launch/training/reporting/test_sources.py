@@ -81,8 +81,3 @@ def test_a_dry_run_finds_the_checkpoint_that_a_run_would_begin_with(tmp_path, tr
     assert line(config, checkpoint).startswith(
         f"weights: {f'checkpoint {checkpoint} (--load)' if checkpoint else 'random'}"
     )
-
-
-def test_an_empty_folder_that_is_not_save_is_no_beginning(tmp_path):
-    config = run_config(flags(tmp_path, f"--load={tmp_path}"))
-    assert newest_checkpoint(config) == tmp_path
