@@ -31,10 +31,10 @@ def start(ranks, tmp_path_factory):
         ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/{name}", model=model))
 
     @functools.cache
-    def steps(*more: str, model: str = "llama", layout: Layout = SINGLE):
+    def steps(*more: str, model: str = "llama", layout: Layout = SINGLE, batches: int = BATCHES):
         load = [f"--load={folder}/{model}", "--finetune"]
         arguments = flags(folder, *load, *CUT, *more, *layout.flags(), model=MODELS[model])
-        return ranks.run(train_recorded, layout, arguments, BATCHES)
+        return ranks.run(train_recorded, layout, arguments, batches)
 
     return steps
 
@@ -42,8 +42,8 @@ def start(ranks, tmp_path_factory):
 def assert_same(got, expected, tolerances):
     """Every rank's steps against the single process's; the first on a batch scores as the forward-only pass did."""
     for rank in got:
-        assert [step.get("policy/noise_floor") for step in rank] == [0, None, 0, None]
-    for step, (want, tolerance) in enumerate(zip(expected[0], tolerances, strict=True)):
+        assert [step.get("policy/noise_floor") for step in rank] == [0, None] * (len(tolerances) // 2)
+    for step, (want, tolerance) in enumerate(zip(expected[0][: len(tolerances)], tolerances, strict=True)):
         tokens = want["rollout_corr/num_tokens"] * (1 - want["rollout_corr/rollout_rs_masked_fraction"])
         size = sum(rank[step]["size"] for rank in got) / tokens
         assert size == pytest.approx(want["size"] / tokens, rel=1e-4), "the layout saw other tokens"
@@ -55,24 +55,25 @@ def assert_same(got, expected, tolerances):
 
 
 def test_sgd_takes_the_same_steps(start):
-    """In a layout of every dimension, with activations that are computed again."""
+    """Stages of several chunks whose activations are computed again, of sequences that are cut over CP ranks."""
     more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
     full = ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
-    got = start(*more, *full, layout=Layout(tp=2, pp=2, cp=2, sp=True))
+    got = start(*more, *full, layout=Layout(pp=2, cp=2, vpp=True))
     assert_same(got, start(*more), [1e-5, 1e-5, 1e-5, 1e-5])
 
 
 def test_adam_takes_the_same_steps(start):
-    got = start("--lr=1e-3", "--use-distributed-optimizer", layout=Layout(cp=2, dp=2))
-    assert_same(got, start("--lr=1e-3"), [1e-5, 1e-3, 1e-3, 1e-3])
+    more = ["--lr=1e-3", "--grpo-kl-beta=0"]
+    got = start(*more, "--use-distributed-optimizer", layout=Layout(cp=2, dp=2))
+    assert_same(got, start(*more), [1e-5, 1e-3, 1e-3, 1e-3])
 
 
 def test_gpt2_with_penalties_takes_the_same_steps(start):
     """Learned positions of packed sequences that are cut over CP ranks."""
     more = ["--optimizer=sgd", *TERMS, "--ppo-dual-clip=1.01"]
     layout = Layout(tp=2, cp=2, sp=True)
-    got = start(*more, "--rl-use-sequence-packing", model="gpt2", layout=layout)
-    assert_same(got, start(*more, model="gpt2"), [1e-5] * 4)
+    got = start(*more, "--rl-use-sequence-packing", model="gpt2", layout=layout, batches=1)
+    assert_same(got, start(*more, model="gpt2", batches=1), [1e-5] * 2)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +86,8 @@ def test_gpt2_with_penalties_takes_the_same_steps(start):
 )
 def test_log_probs_without_logits_take_the_same_steps(start, layout, model, more, form):
     more = ("--optimizer=sgd", "--sgd-momentum=0.5", *more)
-    got = start(*more, "--fused-linear-log-probs", *form, model=model, layout=layout)
-    assert_same(got, start(*more, model=model), [1e-5] * 4)
+    got = start(*more, "--fused-linear-log-probs", *form, model=model, layout=layout, batches=1)
+    assert_same(got, start(*more, model=model), [1e-5] * 2)
 
 
 def test_the_recorded_batches_are_not_vacuous(start):

@@ -32,7 +32,7 @@ class Case:
     objective: Objective
     packed: bool = False
     per_token_loss: bool = False
-    size: int = 4
+    size: int = 8
 
     def words(self, folder):
         own = training_cases.cut_words(self, *self.objective.words)
@@ -85,15 +85,15 @@ TEMPERATURES = "--sapo-tau-pos=1.5 --sapo-tau-neg=2"
 CASES = [
     Case(Layout(cp=2), objective("dppo_tv", "--ppo-dual-clip=1.3", 0.03, 0.02, bypass=True, dual=1.3)),
     Case(Layout(pp=2, cp=2), objective("cppo", "", 0.05, 0.04, bypass=True), per_token_loss=True),
-    Case(Layout(pp=2), objective("sapo", TEMPERATURES, tau_pos=1.5, tau_neg=2.0), packed=True, size=8),
+    Case(Layout(pp=2), objective("sapo", TEMPERATURES, tau_pos=1.5, tau_neg=2.0), packed=True, size=4),
     Case(
         *(Layout(cp=2), objective("gmpo", BY_SEQUENCE, 0.05, 0.1, aggregation="seq-mean-token-mean")),
         packed=True,
     ),
-    Case(Layout(pp=2, cp=2), weighed("prefix", [KPOP]), size=2),
+    Case(Layout(cp=2), weighed("prefix", [KPOP]), size=4),
     Case(Layout(cp=2), weighed("min_prefix", [KPOP], bypass=True), packed=True),
-    Case(Layout(cp=2, dp=2), weighed("turn", TURNS), packed=True),
-    Case(Layout(dp=2), weighed("turn_geometric", TURNS, bypass=True), per_token_loss=True),
+    Case(Layout(cp=2), weighed("turn", TURNS), packed=True),
+    Case(Layout(dp=2), weighed("turn_geometric", TURNS, bypass=True), per_token_loss=True, size=4),
     Case(Layout(dp=2), objective("ppo_clip", WEIGHTED_KL, kl=0.5, kl_is_weighted=True), packed=True),
     Case(Layout(cp=2), objective("ppo_clip", WEIGHTED_KL, bypass=True, kl=0.5, kl_is_weighted=True)),
 ]

@@ -89,7 +89,7 @@ def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files
     for iterations, changed in enumerate((None, tmp_path / "test.jsonl", path), 1):
         if changed:
             changed.write_text(changed.read_text() + '\n{"prompt": "0 0 ", "label": 1}')
-        message.append(ranks.run(run_aloud, LAYOUT, words(tmp_path, files, *save, f"--train-iters={iterations}"))[0])
+        message += ranks.run(run_aloud, Layout(), words(tmp_path, files, *save, f"--train-iters={iterations}"))
     assert message[0] == []
     for step, lines in enumerate(message[1:], start=1):
         (line,) = lines

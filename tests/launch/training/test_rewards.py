@@ -42,16 +42,15 @@ def test_components_are_logged_and_errors_cost_their_sample(ranks, tmp_path):
 
 
 def test_the_first_error_can_end_the_run_and_a_batch_without_any_score_does(ranks, tmp_path):
-    layout = Layout(dp=2)
-    arguments = flags(tmp_path, *LIVE, *layout.flags(), f"--reward={USER}:refuse", "--reward-workers=1")
+    arguments = flags(tmp_path, *LIVE, f"--reward={USER}:refuse", "--reward-workers=1")
     with pytest.raises(RankFailure, match="the rollout of step 0 failed: RewardError: its traceback:") as failure:
-        ranks.run(run_training, layout, [*arguments, "--reward-errors=stop"])
+        ranks.run(run_training, Layout(), [*arguments, "--reward-errors=stop"])
     said = str(failure.value)
     assert "in refuse" in said
     assert f"--reward {USER}:refuse raised ValueError: none is good enough, on response '" in said
     assert "reward-errors.jsonl; mend the rule, or go on with --reward-errors continue" in said
     assert (tmp_path / "run" / "reward-errors.jsonl").is_file()
-    message = agreed(ranks.run(run_training, layout, arguments))
+    message = agreed(ranks.run(run_training, Layout(dp=2), arguments))
     said = f"RunError: the rollout of step 0 failed: none of its {SEQUENCES} responses could be scored by --reward "
     assert message.startswith(said)
     assert "reward-errors.jsonl: " in message
@@ -78,8 +77,8 @@ def train_recorded(words):
 
 def test_masking_is_the_same_as_records_without_these_tokens(ranks, tmp_path):
     """Their mask is emptied by hand in the records that the other run reads; both keep their place in the baseline."""
-    layout = Layout(cp=2, dp=2)
-    more = ["--rl-use-sequence-packing"]
+    layout = Layout(cp=2)
+    more = ["--rl-use-sequence-packing", "--micro-batch-size=8"]
     batch = cut_off(recorded_batch(0), [0, 5, 9, 10, 11])
     mask = batch.response_mask.clone()
     mask[[0, 5, 9, 10, 11]] = False

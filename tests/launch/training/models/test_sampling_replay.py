@@ -29,12 +29,11 @@ class Kept(Case):
 
 
 CASES = [
-    Kept(Layout(), "decoupled", kept="entropy", size=4, more=FUSED),
+    Kept(Layout(), "decoupled", kept="entropy", more=FUSED),
     Kept(Layout(tp=2), "bypass ppo_clip", kept="entropy"),
     Kept(Layout(tp=2, sp=True), "decoupled", packed=True, more=FUSED),
-    Kept(Layout(pp=2, vpp=True), "bypass reinforce", packed=True),
-    Kept(Layout(cp=2, dp=2), "bypass ppo_clip", size=4),
     Kept(Layout(tp=2, pp=2), "decoupled", packed=True, per_token_loss=True),
+    Kept(Layout(cp=2, dp=2), "bypass reinforce", size=4),
 ]
 
 
@@ -55,5 +54,5 @@ def test_with_experts_both_are_replayed(ranks, tmp_path):
     """Experts and kept tokens in one batch."""
     from tests.launch.training.models.test_routing_replay import Replayed
 
-    case = Replayed(Layout(tp=2, sp=True), "decoupled", more=("--rollout-top-k=6",))
+    case = Replayed(Layout(tp=2, sp=True), "decoupled", more=("--rollout-top-k=6",), size=8)
     compared(ranks, tmp_path, case, EXPERTS, case.replayed, "some")
