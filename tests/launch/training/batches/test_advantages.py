@@ -261,7 +261,7 @@ def case_settings(base, estimator, kl, scope, special):
     return dataclasses.replace(base, **settings)
 
 
-def local_advantages(folder, packed):
+def local_advantages(folder, packed, references):
     """Return the largest difference from the reference on this rank by case, and a summary of each case."""
     groups = ParallelGroups.from_megatron()
     rows = rows_of_replica(groups)
@@ -307,7 +307,7 @@ def local_advantages(folder, packed):
         if advantages.shape != cut.local.layout.shape:
             # One advantage of each response.
             advantages = cut.local.layout.expand(advantages)
-        expected = _cut(cut, reference(*case)[rows])
+        expected = _cut(cut, references[case][rows])
         counted = cut.local.response_mask
         if scope == "accepted":
             counted = counted & accepted
@@ -326,24 +326,25 @@ def _cut(cut, values):
     return torch.where(row >= 0, values[row.clamp(min=0), cut.local.positions], zero)
 
 
-def shares_of_decided():
+def shares_of_decided(references):
     """Return for each case the share of responses with an advantage at any token that counts."""
     _, mask, _ = recorded_batch(0).label_aligned()
     counted = {"all": mask, "accepted": mask & make_tables().accepted}
     shares = []
     for case in CASES:
         _, _, scope, *_ = case
-        nonzero = (reference(*case).abs() > 1e-9) & counted[scope]
+        nonzero = (references[case].abs() > 1e-9) & counted[scope]
         shares.append(round(float(nonzero.any(1).double().mean()), 9))
     return shares
 
 
 def test_every_estimator_is_the_reference(ranks, tmp_path):
-    shares = shares_of_decided()
+    references = {case: reference(*case) for case in CASES}
+    shares = shares_of_decided(references)
     assert min(shares) < max(shares)
 
     for packed in (False, True):
-        results = ranks.run(local_advantages, Layout(cp=2, dp=2), tmp_path, packed)
+        results = ranks.run(local_advantages, Layout(cp=2, dp=2), tmp_path, packed, references)
         _, first_summaries = results[0]
         for differences, summaries in results:
             assert {case: value for case, value in differences.items() if value > 2e-6} == {}
@@ -575,17 +576,28 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path, name):
-    """Advantages of tokens, a KL in the reward, accepted responses, weighted baselines: two steps a batch."""
+@pytest.fixture(scope="module")
+def started(ranks, tmp_path_factory):
+    """Flags that begin at one checkpoint, and the steps on one batch without flags of the advantages."""
+    folder = tmp_path_factory.mktemp("started")
     small = ["--num-layers=2", "--micro-batch-size=8"]
-    options = [*TRAINED[name].split(), *small, "--optimizer=sgd", "--lr=0.5", "--grpo-kl-beta=0"]
-    ranks.run(save_initial, Layout(), flags(tmp_path, *small, f"--save={tmp_path}/start"))
-    load = [f"--load={tmp_path}/start", "--finetune"]
-    (single_steps,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *options, *load), 2)
+    ranks.run(save_initial, Layout(), flags(folder, *small, f"--save={folder}/start"))
+    options = [*small, "--optimizer=sgd", "--lr=0.5", "--grpo-kl-beta=0", f"--load={folder}/start", "--finetune"]
+    (default_steps,) = ranks.run(train_recorded, Layout(), flags(folder, *options), 1)
+    return options, default_steps
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, started, tmp_path, name):
+    """Advantages of tokens, a KL in the reward, accepted responses, weighted baselines: two steps a batch."""
+    options, default_steps = started
+    arguments = flags(tmp_path, *TRAINED[name].split(), *options)
+    # Rewards are scaled by those of all batches so far.
+    num_batches = 2 if "--reward-scaling" in TRAINED[name] else 1
+    (single_steps,) = ranks.run(train_recorded, Layout(), arguments, num_batches)
 
     layout = Layout(pp=2, cp=2)
-    steps_of_ranks = ranks.run(train_recorded, layout, flags(tmp_path, *options, *load, *layout.flags()), 2)
+    steps_of_ranks = ranks.run(train_recorded, layout, [*arguments, *layout.flags()], num_batches)
     for steps in steps_of_ranks:
         for step, single_step in zip(steps, single_steps, strict=True):
             assert step["grad_norm"] == pytest.approx(single_step["grad_norm"], rel=1e-4)
@@ -594,8 +606,6 @@ def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path, name)
 
     # The flags of the advantages change the steps.
     if name != "tokens":
-        default_options = [option for option in options if not option.startswith("--advantage-")]
-        (default_steps,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *default_options, *load), 2)
         assert abs(default_steps[0]["grad_norm"] / single_steps[0]["grad_norm"] - 1) > 1e-3
 
 

@@ -126,13 +126,16 @@ def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, tmp_path):
     assert ranks.run(reached, Layout(), [*arguments, f"--save={link}"]) == [1]
 
 
-def grad_norms(words, batches, fused):
-    """The gradient norms of a step on each batch; the last is saved if asked for."""
-    with fused_adam() if fused else contextlib.nullcontext():
+def grad_norms(words, is_fused):
+    """The gradient norms of the steps up to the third one; with ``--save`` the first step is saved."""
+    with fused_adam() if is_fused else contextlib.nullcontext():
         trainer = make_trainer(words)
-        norms = [trainer.update(trainer.prepare(share(trainer, index)), 0).metrics["grad_norm"] for index in batches]
-        if trainer.config.checkpoints.save:
-            trainer.save()
+        norms = []
+        for index in range(trainer.iteration, 3):
+            result = trainer.update(trainer.prepare(share(trainer, index)), 0)
+            norms.append(result.metrics["grad_norm"])
+            if index == 0 and trainer.config.checkpoints.save:
+                trainer.save()
     return norms
 
 
@@ -140,13 +143,12 @@ def grad_norms(words, batches, fused):
 def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more):
     """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
     arguments = flags(tmp_path, *more, "--num-layers=2", "--lr=1e-2")
-    (expected,) = ranks.run(grad_norms, Layout(), arguments, [0, 1, 2, 3], False)
-    for before, others in ((True, (True, False)), (False, (True,))):
-        save, load = (f"--{name}={tmp_path}/{before}" for name in ("save", "load"))
-        (first,) = ranks.run(grad_norms, Layout(), [*arguments, save], [0, 1], before)
-        for after in others:
-            (later,) = ranks.run(grad_norms, Layout(), [*arguments, load], [2, 3], after)
-            assert first + later == pytest.approx(expected, rel=1e-5), (before, after)
+    (of_torch,) = ranks.run(grad_norms, Layout(), [*arguments, f"--save={tmp_path}/torch"], False)
+    (of_gpu,) = ranks.run(grad_norms, Layout(), [*arguments, f"--save={tmp_path}/gpu"], True)
+    assert of_gpu == pytest.approx(of_torch, rel=1e-5)
+    for name, is_fused in (("torch", True), ("gpu", False)):
+        (later,) = ranks.run(grad_norms, Layout(), [*arguments, f"--load={tmp_path}/{name}"], is_fused)
+        assert later == pytest.approx(of_torch[1:], rel=1e-5), f"from the checkpoint of {name}"
 
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=32", "--qk-layernorm", "--grpo-kl-beta=0", *SMALL]
@@ -213,21 +215,34 @@ def test_an_optimizer_of_another_form_is_one_error(ranks, tmp_path):
 NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"
 SGD = "--optimizer=sgd"
 NO_MOMENTUM = "--optimizer=sgd --sgd-momentum=0"
+# Flags after the checkpoint of two steps, and words of the error.
 NOT_FITTING = {
-    "no-optim": (f"--no-save-optim {SGD}", SGD, NO_OPTIM),
-    "no-momentum": (NO_MOMENTUM, SGD, "was written with --sgd-momentum 0.0, this run has"),
-    "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
-    "sgd": ("", SGD, "was written with --optimizer adam"),
-    "distributed": ("", *DISTRIBUTED, "was written without --use-distributed-optimizer"),
-    "not-distributed": (*DISTRIBUTED, "", "was written with --use-distributed-optimizer"),
-    "layers": ("", "--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
-    "bias": ("", " ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
-    "heads": ("", "--num-attention-heads=8", "another architecture than the policy (--num-attention-heads 8;"),
+    "sgd": (SGD, "was written with --optimizer adam"),
+    "distributed": (*DISTRIBUTED, "was written without --use-distributed-optimizer"),
+    "layers": ("--num-layers=4", "does not fit this model and its flags (--num-layers 4; it was written with 2)"),
+    "bias": (" ".join([*GPT2[4:], "--add-qkv-bias"]), "(--add-qkv-bias true; it was written with false)"),
+    "heads": ("--num-attention-heads=8", "another architecture than the policy (--num-attention-heads 8;"),
 }
 
 
-@pytest.mark.parametrize(("before", "after", "message"), NOT_FITTING.values(), ids=NOT_FITTING)
-def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
+@pytest.mark.parametrize(("after", "message"), NOT_FITTING.values(), ids=NOT_FITTING)
+def test_what_does_not_fit_is_said_in_flags(ranks, stopped, after, message):
+    folder, arguments = stopped
+    (error,) = ranks.run(refusal, Layout(), [*arguments, *after.split(), f"--load={folder}"])
+    assert message in error
+
+
+# Flags before and after a checkpoint, and words of the error.
+OTHERS_NOT_FITTING = {
+    "no-optim": (f"--no-save-optim {SGD}", SGD, NO_OPTIM),
+    "no-momentum": (NO_MOMENTUM, SGD, "was written with --sgd-momentum 0.0, this run has"),
+    "no-reference": ("--grpo-kl-beta=0", "--grpo-kl-beta=0.1", "without a reference policy: give --grpo-kl-beta 0"),
+    "not-distributed": (*DISTRIBUTED, "", "was written with --use-distributed-optimizer"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "message"), OTHERS_NOT_FITTING.values(), ids=OTHERS_NOT_FITTING)
+def test_what_other_checkpoints_lack_is_said_in_flags(ranks, tmp_path, before, after, message):
     arguments = flags(tmp_path, *SMALL)
     ranks.run(save_initial, Layout(), [*arguments, *before.split(), f"--save={tmp_path}/save"])
     (error,) = ranks.run(refusal, Layout(), [*arguments, *after.split(), f"--load={tmp_path}/save"])
@@ -243,13 +258,13 @@ def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, mess
     ids=["dense", "experts"],
 )
 def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path, more, layouts):
-    """The log-probs of one batch, whatever layout reads the weights."""
+    """The log-probs of one batch by the trainer that saves, and by trainers of other layouts that read the weights."""
     arguments = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=8", *more)
-    ranks.run(steps, layouts[0], [*arguments, f"--save={tmp_path}/save", *layouts[0].flags()])
     scores = []
     for layout in layouts:
+        file = f"--load={tmp_path}/save" if scores else f"--save={tmp_path}/save"
         score = torch.full((SEQUENCES, LENGTH), torch.nan)
-        for part in ranks.run(score_loaded, layout, [*arguments, f"--load={tmp_path}/save", *layout.flags()]):
+        for part in ranks.run(score_batch, layout, [*arguments, file, *layout.flags()]):
             for index, positions, values in [part] if part else []:
                 score[index, positions] = values
         scores.append(score)
@@ -258,9 +273,17 @@ def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path, more, layout
         torch.testing.assert_close(score, scores[0], rtol=0, atol=2e-6)
 
 
-def score_loaded(words):
-    """The rank's part of the log-probs, with its rows and positions; None on stages before the last."""
-    trainer = make_trainer([*words, "--no-load-optim"])
+def score_batch(words):
+    """The rank's part of the log-probs, with its rows and positions; None on stages before the last.
+
+    With ``--save`` after a step, which is saved; else with the weights of ``--load``.
+    """
+    if any(word.startswith("--save=") for word in words):
+        trainer = make_trainer(words)
+        trainer.update(trainer.prepare(share(trainer, 0)), 0)
+        trainer.save()
+    else:
+        trainer = make_trainer([*words, "--no-load-optim"])
     batch = trainer.prepare(share(trainer, 3)).batch
     scores = trainer.score(batch)
     rows = group_rank(trainer.groups.dp) * len(batch.rows) + batch.rows.unsqueeze(1)
