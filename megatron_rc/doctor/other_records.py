@@ -193,7 +193,8 @@ def _mask_of(fields: Mapping[str, Any], width: int) -> Any:
     mask = _first(fields, MASK)
     attention = fields.get("attention_mask")
     if mask is None and isinstance(attention, list):
-        return attention[-width:]
+        # Not [-width:], which is everything for a response without a token.
+        return attention[max(len(attention) - width, 0) :]
     if mask is None and isinstance(attention, Tensor):
         return attention[..., -width:]
     return mask

@@ -14,7 +14,7 @@ from megatron_rc.doctor.series import DISTANCES, History
 
 Row = dict[str, float]
 EVENTS = "events.out.tfevents.*"
-_OUT_OF_ORDER = 0.05  # share of the rows; resumed runs whose steps were logged at other intervals have fewer
+_OUT_OF_ORDER = 0.05  # share of the rows; only a run that was resumed every few rows has more
 _OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward", "entropy"}  # metrics that any run has
 # Lists under these names have a number for each token: such a line is a response, not the history of a run.
 _OF_TOKENS = {
@@ -183,18 +183,19 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
 
 
 def _rows_out_of_order(steps: Iterable[float]) -> int:
-    """Number of rows with a step that no row before has had, though one of them had a higher step.
+    """Number of rows whose step is below that of the row before, and that no row before has had.
 
-    The steps of a resumed run go down too, but to steps that it had before.
+    The steps of a resumed run go down once, often to a step that it had before; then they rise again, also if it logs
+    at other steps now.
     """
     seen: set[float] = set()
-    highest = -math.inf
+    step_before = -math.inf
     count = 0
     for step in steps:
-        if step < highest and step not in seen:
+        if step < step_before and step not in seen:
             count += 1
         seen.add(step)
-        highest = max(highest, step)
+        step_before = step
     return count
 
 
@@ -225,8 +226,8 @@ def _without_metrics(names: set[Any]) -> str:
 def own_row(row: Mapping[str, Any], prefix: str) -> Row:
     """The numbers of one step under our names, without metrics that the rules do not use.
 
-    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's. ValueError if two names
-    mean the same metric, as in an export of two runs, or of two parts of one run.
+    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's. If two names mean the
+    same metric, as in an export of two runs, a metric of the mismatch raises ValueError; of others the first counts.
     """
     metrics: Row = {}
     names: dict[tuple[str, str], str] = {}
@@ -240,6 +241,9 @@ def own_row(row: Mapping[str, Any], prefix: str) -> Row:
         # The shares below and above two bounds have one name of ours, and are added up.
         side = without_run(name).rpartition("/")[2] if "fraction" in name else ""
         first_name = names.setdefault((metric, side), name)
+        if first_name != name and metric in _OF_ANY_RUN - {"step"}:
+            # These only describe a run: programs log them for several of its parts.
+            continue
         if first_name != name and metric != "step":
             raise ValueError(f"{first_name!r} and {name!r} are both {metric}: export one run, and one of its parts")
 

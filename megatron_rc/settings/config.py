@@ -143,7 +143,7 @@ class RolloutCorrectionConfig(CorrectionFields):
                 W&B's ``config.yaml``, or a list of Hydra's overrides.
             dialect: ``megatron_rc``, ``verl``, ``verl-2025-11``, ``verl-2025-10``, ``slime``, ``nemo-rl`` or ``trl``;
                 see ``megatron_rc.settings.dialects``. Settings that the other program would have ignored are dropped;
-                ``notes``, which are also logged, name them. Default: ``megatron_rc``, with a warning if verl can read
+                ``notes`` name them. Default: ``megatron_rc``, with a warning if verl can read
                 the same fields and would bound ρ otherwise.
 
         Raises:
@@ -151,8 +151,6 @@ class RolloutCorrectionConfig(CorrectionFields):
         """
         if dialect not in (None, "megatron_rc"):
             translated, notes = translate(fields, dialect)
-            for note in notes:
-                _log.warning("%s", note)
             return cls(**translated, notes=tuple(notes))
         if not isinstance(fields, Mapping):
             remedy = "; Hydra's overrides can be read with dialect='verl'" if isinstance(fields, (list, tuple)) else ""

@@ -260,11 +260,14 @@ def _from_file(path: Path, dialect: str | None) -> RolloutCorrectionConfig:
         raise ValueError(f"{_FILE} {path} does not exist: give {_PRESET} {path.stem}")
     with _naming(lambda message: f"{_FILE} {path}"):
         try:
-            return RolloutCorrectionConfig.from_yaml(path, dialect)
+            config = RolloutCorrectionConfig.from_yaml(path, dialect)
         except ValueError as error:
             if "with dialect=" in str(error) or (dialect is None and "unknown field" in str(error)):
                 raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error
             raise
+    for note in config.notes:
+        _log.warning("%s", note)
+    return config
 
 
 def _megatron_weights(given: dict[str, Any]) -> RolloutCorrectionConfig:

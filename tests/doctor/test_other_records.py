@@ -114,6 +114,14 @@ def test_a_record_without_any_mask_says_so(tmp_path, capsys, write, name):
     assert "every position is judged" in capsys.readouterr().out
 
 
+def test_a_response_without_a_token_has_an_empty_mask(tmp_path):
+    """The attention mask of its prompt is longer than its log-probs."""
+    with_tokens = {"rollout_log_probs": [-1.0, -2.0], "old_log_probs": [-1.0, -2.1], "attention_mask": [1, 1, 1, 1]}
+    without_tokens = {"rollout_log_probs": [], "old_log_probs": [], "attention_mask": [1, 1]}
+    path = write_lines(tmp_path / "batch.jsonl", [with_tokens, without_tokens])
+    assert read_evidence(path).facts["num_tokens"] == 2
+
+
 def test_responses_of_different_lengths_need_no_mask(tmp_path):
     batch = made("temperature 1.4", 5)
     counts = batch["response_mask"].sum(dim=1).tolist()

@@ -71,6 +71,11 @@ def test_two_names_of_one_metric_are_refused(tmp_path, capsys, first, second):
         assert repr(second) in message
 
 
+def test_of_two_names_of_a_metric_that_only_describes_the_run_the_first_counts():
+    row = {"train/token_mult_prob_error": 1.01, "train/grad_norm": 1.0, "grad_norm": 2.0}
+    assert own_row(row, "")["grad_norm"] == 1.0
+
+
 def test_slimes_masks_by_weights_and_by_rejection_are_not_added_up():
     """``tis_mode: mask`` and ``use_rs`` with the same bounds reject the same tokens."""
     row = {f"train/mis_{kind}_mask_fraction_{side}": 0.15 for kind in ("tis", "rs") for side in ("low", "high")}
@@ -132,9 +137,16 @@ def test_rows_in_another_order_are_refused(tmp_path, capsys, key):
     assert main([str(write_lines(tmp_path / "m.jsonl", RISING))]) == 1
 
 
-def test_resumed_runs_are_in_order(tmp_path):
-    """Each resume repeats steps; the last one logs every fifth step in place of every tenth."""
-    ranges = (range(10, 400, 10), range(300, 500, 10), range(400, 600, 10), range(555, 1200, 5))
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        (range(10, 400, 10), range(300, 500, 10), range(400, 600, 10), range(555, 1200, 5)),
+        (range(10, 101, 10), range(81, 131)),
+    ],
+    ids=["often", "at other steps"],
+)
+def test_resumed_runs_are_in_order(tmp_path, ranges):
+    """Each resume repeats steps; the last one logs at more of them."""
     rows = [{"step": step, "rollout_corr/k3_kl": 5e-4} for parts in ranges for step in parts]
     assert main([str(write_lines(tmp_path / "m.jsonl", rows))]) == 0
 

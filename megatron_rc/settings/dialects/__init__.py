@@ -41,11 +41,13 @@ class _SortedSettings:
         others: (dotted name, value) of the settings that are no part of the correction.
         has_section: True if the file has a section that holds the correction alone. Without a setting in it, the
             program's defaults apply.
+        unlisted: names of a shared section that the program is not known to have.
     """
 
     of_correction: dict[str, Any] = field(default_factory=dict)
     others: list[tuple[str, Any]] = field(default_factory=list)
     has_section: bool = False
+    unlisted: list[str] = field(default_factory=list)
 
 
 def translate(fields: Any, dialect: str) -> tuple[dict[str, Any], list[str]]:
@@ -76,7 +78,9 @@ def translate(fields: Any, dialect: str) -> tuple[dict[str, Any], list[str]]:
     notes_beside = _notes_beside(others, known, program)
     if not known and not file.has_section:
         raise ValueError(_nothing_to_read(fields, program))
-    _refuse_or_warn_of(unknown, known, program)
+    _refuse_unless_needed(unknown, known, program)
+    for name in [*unknown, *file.unlisted]:
+        warnings.warn(f"{name!r} is no known setting of {program.name} and is not read", stacklevel=3)
 
     settings = Settings(known, program.defaults)
     try:
@@ -121,7 +125,8 @@ def _notes_beside(others: Iterable[tuple[str, Any]], known: Mapping[str, Any], p
     for section, key, value in _at_any_depth(others):
         name = program.spelled(key)
         path = f"{section}.{name}" if section else name
-        if section and name in program.defaults and (name not in known or known[name] != value):
+        is_setting = name in program.defaults and name not in program.common_names
+        if section and is_setting and (name not in known or known[name] != value):
             raise ValueError(
                 f"{section} holds {name}, a setting of {program.name}: give the settings below {section} alone"
             )
@@ -153,12 +158,12 @@ def _other_readers(fields: Mapping[str, Any]) -> str:
     return f"; these settings can be read with {_choice_of(others)}" if others else ""
 
 
-def _refuse_or_warn_of(unknown: Iterable[str], known: Mapping[str, Any], program: Dialect) -> None:
-    """Raise ValueError for unknown names; only warn of them if the settings that matter are there."""
+def _refuse_unless_needed(unknown: Iterable[str], known: Mapping[str, Any], program: Dialect) -> None:
+    """Raise ValueError for an unknown name, unless the settings that matter are there."""
+    if program.needed and program.needed <= known.keys():
+        return
     for name in unknown:
-        if not program.needed or not program.needed <= known.keys():
-            raise ValueError(f"unknown setting {name!r} of {program.name}: known are {', '.join(program.defaults)}")
-        warnings.warn(f"{name!r} is no known setting of {program.name} and is not read", stacklevel=4)
+        raise ValueError(f"unknown setting {name!r} of {program.name}: known are {', '.join(program.defaults)}")
 
 
 def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
@@ -276,7 +281,7 @@ def _without_others(fields: Mapping[str, Any], program: Dialect, file: _SortedSe
             continue
         file.others.append((name, value))
         if program.known_beside and not is_listed:
-            warnings.warn(f"{name!r} is no known setting of {program.name} and is not read", stacklevel=5)
+            file.unlisted.append(name)
     return settings
 
 

@@ -34,6 +34,7 @@ class Dialect:
         elsewhere: settings of other sections, by section.
         switched_off: the settings that a section without a value (``null``) means.
         spelled: function from a key to the setting's name in ``defaults``.
+        common_names: settings whose names other sections of a file may have with another meaning.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Dialect:
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     switched_off: Mapping[str, Any] = field(default_factory=dict)
     spelled: Callable[[str], str] = str
+    common_names: frozenset[str] = frozenset()
 
 
 class Settings:

@@ -121,4 +121,5 @@ TRL = Dialect(
     shares_section=True,
     reserved_prefixes=(_PREFIX, "off_policy_mask"),
     beside={"loss_type": _loss_type},
+    common_names=frozenset({"use_vllm"}),
 )

@@ -314,6 +314,7 @@ VERL = Dialect(
     switched_off=_OFF,
     needed=frozenset({"rollout_is"}),
     beside=_BESIDE,
+    common_names=frozenset({"loss_type"}),
 )
 VERL_2025_11 = Dialect(
     name="verl-2025-11",
@@ -323,6 +324,7 @@ VERL_2025_11 = Dialect(
     switched_off=_OFF,
     needed=frozenset({"rollout_is"}),
     beside=_BESIDE,
+    common_names=frozenset({"loss_type", "preset"}),
 )
 VERL_2025_10 = Dialect(
     name="verl-2025-10",
