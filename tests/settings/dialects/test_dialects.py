@@ -104,7 +104,11 @@ def test_what_cannot_work_is_refused(dialect, given, message):
 @pytest.mark.parametrize(
     ("dialect", "settings", "section"),
     [
-        ("verl", {"algorithm": {"rollout_correction": {"rollout_is": "token"}}}, {"reward_kwargs": {"loss_type": "mse"}}),
+        (
+            "verl",
+            {"algorithm": {"rollout_correction": {"rollout_is": "token"}}},
+            {"reward_kwargs": {"loss_type": "mse"}},
+        ),
         ("verl-2025-11", {"algorithm": {"rollout_correction": {"rollout_is": "token"}}}, {"trainer": {"preset": "x"}}),
         ("trl", {"vllm_importance_sampling_mode": "token_mask"}, {"teacher": {"use_vllm": True}}),
     ],
