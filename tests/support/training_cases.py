@@ -31,18 +31,14 @@ NEAREST = 1e-3
 EMPTY_ROWS = range(24, 32)
 REJECTED_ROWS = range(4)
 
-LAYOUTS = (
+# At most two ranks.
+SMALL_LAYOUTS = (
     Layout(),
     Layout(tp=2, sp=True),
     Layout(pp=2),
     Layout(pp=2, vpp=True),
-    Layout(cp=4),
+    Layout(cp=2),
     Layout(dp=2),
-    Layout(tp=2, pp=2),
-    Layout(tp=2, cp=2),
-    Layout(cp=2, dp=2),
-    Layout(pp=2, cp=2),
-    Layout(tp=2, pp=2, cp=2),
 )
 
 _CLIP = ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
@@ -136,9 +132,12 @@ _REPLACED = ("--rollout-", "--grpo-clamp")
 
 
 def make_cases() -> list[Case]:
-    """Every layout in decoupled and in one bypass mode; the other values are spread so that all pairs of them occur."""
+    """Small layouts in decoupled and in one bypass mode, the dimensions together in one of them.
+
+    The other values are spread so that all pairs of them occur, on small layouts each with each.
+    """
     cases = []
-    for row, layout in enumerate(LAYOUTS):
+    for row, layout in enumerate(SMALL_LAYOUTS):
         for column, mode in enumerate(("decoupled", MODES[1 + row // 4 % 2])):
             cases.append(
                 Case(
@@ -150,7 +149,16 @@ def make_cases() -> list[Case]:
                     size=(4, 8)[(row // 3 + column) % 2],
                 )
             )
-    return cases
+    return [
+        *cases,
+        Case(Layout(cp=4), "bypass reinforce", variant=0, per_token_loss=True),
+        Case(Layout(tp=2, pp=2), "bypass reinforce", variant=1, packed=True),
+        # A sequence ratio over CP in the loss, of one sequence at a time, and packed beside it.
+        Case(Layout(cp=2, dp=2), "decoupled", variant=1, size=1),
+        Case(Layout(tp=2, cp=2), "bypass gspo", packed=True, size=4),
+        Case(Layout(pp=2, cp=2), "bypass gspo", size=4, per_token_loss=True),
+        Case(Layout(tp=2, pp=2, cp=2), "decoupled", packed=True),
+    ]
 
 
 @functools.cache
@@ -160,13 +168,19 @@ def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.
     return old, training_oracle.moved(old, 2, 0.03)
 
 
-@functools.cache
 def make_data(experts: int = 0, replayed: str = "", kept: str = "") -> Data:
     """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; no decision near its bound.
 
     Up to four sequences are rejected together. ``replayed``: see :func:`make_routes`; empty: no replay. ``kept``: the
     log-probs are over some tokens, see :func:`make_kept`; ``entropy``: the entropies too; empty: over all.
+
+    Each kind of data is drawn once.
     """
+    return _draw(experts, replayed, kept)
+
+
+@functools.cache
+def _draw(experts: int, replayed: str, kept: str) -> Data:
     # Seed 34: no router decides narrowly.
     generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)
@@ -239,9 +253,13 @@ def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator:
     raise AssertionError(f"no draw of sequence {row} is clear")
 
 
-@functools.cache
 def expected(objective: Objective, experts: int = 0, replayed: str = "", kept: str = "") -> training_oracle.Expected:
-    """The reference's update."""
+    """The reference's update, which is computed once."""
+    return _update(objective, experts, replayed, kept)
+
+
+@functools.cache
+def _update(objective: Objective, experts: int, replayed: str, kept: str) -> training_oracle.Expected:
     return training_oracle.update(objective, make_data(experts, replayed, kept), *weights(experts))
 
 

@@ -7,6 +7,7 @@ is a mixture of them. Names and shapes are as in Megatron-Core's unsharded GPTMo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -300,6 +301,15 @@ class Data:
     kept: torch.Tensor | None = None  # [n, s, vocabulary] bool, tokens that the engine kept, see ``score``
     entropy_over_kept: bool = False
 
+    @functools.cached_property
+    def advantages(self) -> list[float]:
+        """GRPO's advantage of each sequence, from all responses to its prompt."""
+        num_sequences = len(self.group_ids)
+        in_baseline = [True] * num_sequences
+        # GRPO does not look at lengths.
+        lengths = [1] * num_sequences
+        return advantages_oracle.group("grpo", self.rewards.tolist(), self.group_ids.tolist(), in_baseline, lengths)
+
 
 @dataclass
 class Expected:
@@ -313,15 +323,6 @@ class Expected:
     size: list[float] = field(default_factory=list)  # the loss's sum of absolute values, for tolerances
     policy: list[dict[str, float]] = field(default_factory=list)  # means of the loss's parts
     gradients: list[Weights] = field(default_factory=list)
-
-
-def advantages(data: Data) -> list[float]:
-    """GRPO's advantage of each sequence, from all responses to its prompt."""
-    num_sequences = len(data.group_ids)
-    in_baseline = [True] * num_sequences
-    # GRPO does not look at lengths.
-    lengths = [1] * num_sequences
-    return advantages_oracle.group("grpo", data.rewards.tolist(), data.group_ids.tolist(), in_baseline, lengths)
 
 
 def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[oracle.Result]:
@@ -341,7 +342,7 @@ def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[ora
             objective.settings,
             mini_batch_ids=data.mini_batch_ids.tolist(),
             num_mini_batches=num_mini_batches,
-            advantages=advantages(data),
+            advantages=data.advantages,
         )
 
     if objective.bypass or objective.interpolation:
@@ -461,7 +462,7 @@ def add_up(
     Returns:
         The loss before its division, the sum of the terms' absolute values, and metrics of all sampled tokens.
     """
-    advantage_of_row = advantages(data)
+    advantage_of_row = data.advantages
     total = torch.zeros((), dtype=torch.float64)
     size = 0.0
     names = ("log_ratio", "low", "high", "dual", "entropy", "kl", "divergence")
@@ -526,7 +527,7 @@ def nearest_bound(objective: Objective, data: Data, row: int, new: torch.Tensor,
         [data.rollout[row].tolist()],
         [data.mask[row].tolist()],
         objective.settings,
-        advantages=[advantages(data)[row]],
+        advantages=[data.advantages[row]],
     )
     if objective.algorithm in ("reinforce", "distill"):
         return nearest

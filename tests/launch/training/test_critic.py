@@ -25,7 +25,7 @@ def run(ranks, tmp_path_factory):
     def run(case, function=critic_cases.run_case):
         given = critic_cases.targets(case.experts)
         weights = critic_cases.weights(case.experts)
-        return ranks.run(function, case.layout, case.words(folder), given, *weights)
+        return ranks.run(function, case.layout, case.words(folder), training_cases.make_data(), given, *weights)
 
     return run
 

@@ -76,13 +76,13 @@ PACKED = {"packed": True}
 PER_TOKEN = {"per_token_loss": True}
 PER_BATCH = {"per_token_loss": False}
 CASES = [
-    Case(Layout(), "ppo", **PADDED, **PER_BATCH, size=4),
-    Case(Layout(tp=2, sp=True), "cispo", **PACKED, **PER_TOKEN, size=8),
-    Case(Layout(pp=2, vpp=True), "sums", **PADDED, **PER_TOKEN, size=4),
-    Case(Layout(cp=2, dp=2), "ppo", **PACKED, **PER_BATCH, size=4),
-    Case(Layout(cp=2, dp=2), "ppo normalised", **PADDED, **PER_TOKEN, size=4),
-    Case(Layout(pp=2, cp=2), "gspo", **PADDED, **PER_BATCH, size=8),
-    Case(Layout(tp=2, pp=2), "reinforce normalised", **PACKED, **PER_TOKEN, size=8),
+    Case(Layout(), "ppo", **PADDED, **PER_BATCH, size=8),
+    Case(Layout(tp=2, sp=True), "cispo", **PACKED, **PER_TOKEN, size=16),
+    Case(Layout(pp=2, vpp=True), "sums", **PADDED, **PER_TOKEN, size=8),
+    Case(Layout(cp=2, dp=2), "ppo", **PACKED, **PER_BATCH, size=8),
+    Case(Layout(cp=2), "ppo normalised", **PADDED, **PER_TOKEN, size=8),
+    Case(Layout(cp=2), "gspo", **PADDED, **PER_BATCH, size=16),
+    Case(Layout(pp=2), "reinforce normalised", **PACKED, **PER_TOKEN, size=16),
 ]
 LAYOUTS = list(dict.fromkeys(case.layout for case in CASES))
 
@@ -206,7 +206,7 @@ def test_the_cases_are_not_vacuous():
     assert {case.name for case in CASES} == set(OBJECTIVES)
 
 
-NORMALISED = Case(Layout(cp=2), "ppo normalised", packed=True, per_token_loss=False, size=4)
+NORMALISED = Case(Layout(cp=2), "ppo normalised", packed=True, per_token_loss=False, size=16)
 
 
 def compare_wrongly(words, data, old, new):

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.launch.errors import RunError
+from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.training.checks.replay_check import K3Sums
 from megatron_rc.records.rollout import save_rollouts
 from tests.support import training_cases, training_oracle
@@ -28,7 +30,7 @@ DENSE = 0  # the layer without experts
 LAYERS = [layer for layer in range(training_oracle.LAYERS) if layer != DENSE]
 MODEL = [f"--num-experts={EXPERTS}", "--moe-ffn-hidden-size=24", "--moe-layer-freq=[0,1,1,1]"]
 RUN = f"""--moe-enable-routing-replay --grpo-prompts-per-step={SEQUENCES // 4} --global-batch-size={SEQUENCES}
---micro-batch-size=16 --grpo-iterations=1 --train-iters=1 --lr=1e-5 --run-name=run --finetune""".split()
+--micro-batch-size={SEQUENCES} --grpo-iterations=1 --train-iters=1 --lr=1e-5 --run-name=run --finetune""".split()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def words_of(folder, checkpoint, batches, layout=None, *more):
     for step, batch in enumerate(batches):
         save_rollouts(batch, records / f"step-{step:07d}-replica-0000.safetensors")
     sources = [f"--load-rollouts={records}", f"--load={checkpoint}", "--rollout-rs-threshold=1e-9_1e9,1e9"]
-    return flags(folder, *MODEL, *RUN, *sources, *more, *(layout or Layout()).flags())
+    return flags(folder, *MODEL, *RUN, "--grpo-kl-beta=0", *sources, *more, *(layout or Layout()).flags())
 
 
 def shifted(routes, tokens):
@@ -117,15 +119,30 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("table", WRONG)
-def test_experts_of_other_tokens_end_the_run_before_its_first_step(ranks, tmp_path, checkpoint, right, table):
-    batch = replace(right, routed_experts=WRONG[table](right.routed_experts))
-    ((error, _),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, [batch]))
-    assert error.startswith("RunError: the experts that are replayed are not those of the rollout batch")
-    assert "after step 0:" in error
-    assert f"over {TOKENS:,} tokens" in error
-    assert "--moe-enable-routing-replay" in error
-    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a step was made"
+def verdicts(words, batches):
+    """The error of one trainer with each of these rollout batches, None if it goes on."""
+    trainer = make_trainer(words)
+    replica = ReplicaBroadcast(trainer.config, trainer.groups)
+    errors = []
+    for batch in batches:
+        try:
+            trainer.prepare(replica.batch(batch))
+            errors.append(None)
+        except RunError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_experts_of_other_tokens_are_refused(ranks, tmp_path, checkpoint, right):
+    wrong = [replace(right, routed_experts=exchanged(right.routed_experts)) for exchanged in WRONG.values()]
+    words = words_of(tmp_path, checkpoint, [right])
+    ((of_right, *of_wrong),) = ranks.run(verdicts, Layout(), words, [right, *wrong])
+    assert of_right is None
+    for table, error in zip(WRONG, of_wrong, strict=True):
+        assert error is not None, table
+        assert error.startswith("the experts that are replayed are not those of the rollout batch after step 0:"), table
+        assert f"over {TOKENS:,} tokens" in error, table
+        assert "--moe-enable-routing-replay" in error, table
 
 
 def test_a_few_hopeless_tokens_do_not_hide_the_others(ranks, tmp_path, checkpoint, right):
@@ -136,14 +153,15 @@ def test_a_few_hopeless_tokens_do_not_hide_the_others(ranks, tmp_path, checkpoin
     ((error, _),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, [wrong]))
     assert "not those of the rollout batch after step 0" in error
     assert "no token counts for more than 10 nats" in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a step was made"
 
 
 LAYOUTS = [
     (
         Layout(pp=2),
-        ["--bypass-mode", "--loss-type=reinforce", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"],
+        ["--bypass-mode", "--loss-type=reinforce", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=256"],
     ),
-    (Layout(cp=2, dp=2, ep=2), ["--moe-token-dispatcher-type=alltoall"]),
+    (Layout(cp=2, ep=2), ["--moe-token-dispatcher-type=alltoall", f"--micro-batch-size={SEQUENCES // 2}"]),
 ]
 
 
@@ -177,11 +195,11 @@ def test_right_experts_of_other_weights_go_on(ranks, tmp_path, checkpoint, weigh
     assert 1e-5 < row["routing/k3"] < 1.1 * row["routing/k3_without"]
 
 
-@pytest.mark.parametrize(("share", "is_said"), [(1.0, True), (0.04, False)])
-def test_unknown_experts_are_one_line(ranks, tmp_path, checkpoint, right, share, is_said):
+@pytest.mark.parametrize(("share", "steps", "is_said"), [(1.0, 2, True), (0.04, 1, False)])
+def test_unknown_experts_are_one_line(ranks, tmp_path, checkpoint, right, share, steps, is_said):
     is_unknown = torch.rand(SEQUENCES, LENGTH, generator=torch.Generator().manual_seed(1)) < share
     batch = replace(right, routed_experts=torch.where(is_unknown[..., None, None], -1, right.routed_experts))
-    arguments = words_of(tmp_path, checkpoint, [batch, batch], None, "--train-iters=2")
+    arguments = words_of(tmp_path, checkpoint, [batch] * steps, None, f"--train-iters={steps}")
     ((error, message),) = ranks.run(said_by_training, Layout(), arguments)
     assert error is None
     for row in rows(tmp_path):
@@ -209,6 +227,7 @@ def live_run(words, shift):
 def test_the_first_batch_of_a_live_engine_is_judged(ranks, tmp_path, shift):
     arguments = [*MODEL[:2], "--qk-layernorm", "--kv-channels=16", "--untie-embeddings-and-output-weights", *LIVE, *RUN]
     arguments += ["--grpo-prompts-per-step=64", "--global-batch-size=256", "--train-iters=2", "--init-method-std=0.3"]
+    arguments += ["--micro-batch-size=128"]
     arguments += ["--rollout-rs-threshold=1e-9_1e9,1e9", "--rollout-check-tolerance=5", "--no-finetune"]
     arguments += ["--rollout-dtype=fp8-e4m3"]
     ((error, message),) = ranks.run(live_run, Layout(), flags(tmp_path, *arguments), shift)
@@ -262,6 +281,7 @@ def test_small_batches_are_added_up_until_they_give_a_verdict(ranks, tmp_path, c
     wrong = replace(right, routed_experts=shifted(right.routed_experts, 1))
     batches = [replace(wrong.rows(slice(0, half)), sample_ids=torch.arange(half)) for _ in range(2)]
     more = [f"--grpo-prompts-per-step={half // 4}", f"--global-batch-size={half}", "--train-iters=2"]
+    more += [f"--micro-batch-size={half}"]
     ((error, message),) = ranks.run(said_by_training, Layout(), words_of(tmp_path, checkpoint, batches, None, *more))
     assert f"over {TOKENS // 2:,} tokens, too few" in message
     assert "not those of the rollout batch after step 1" in error
