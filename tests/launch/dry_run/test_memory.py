@@ -87,7 +87,11 @@ def test_the_alignment_of_a_teachers_hidden_states_counts(ranks, tmp_path):
     assert memory.peak == pytest.approx(peak, rel=0.1), memory
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each form of a layer, of embeddings and of an output layer once; recomputation, packing and optimizers change none.
+BUILT = ["gpt2-reference", "pipeline-untied", "virtual", "tensor-sequence", "latent", "biases", "sinks"]
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_the_parameters_are_those_of_the_built_model(name):
     layout, arguments = words_of(name)
     config = run_config(arguments, layout.world, engine=False)
