@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rc.launch import export
 from megatron_rc.launch.checkpoint_folders import put_in_place
+from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.training import hugging_face
 from megatron_rc.launch.training.checkpoints.checksums import MANIFEST
@@ -19,7 +20,7 @@ from megatron_rc.launch.weights.named_weights import kept_buffers, named_weights
 from tests.launch.weights.test_memory import most_alive
 from tests.support.commands import code_of
 from tests.support.paths import ROOT
-from tests.support.published_models import GATED, MODELS, SMALL_GPT2
+from tests.support.published_models import DEEPSEEK, GATED, LLAMA3, SMALL_GPT2
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, make_trainer
 
@@ -30,10 +31,15 @@ WIDE = {
     "vocab_size": 256,
     "tie_word_embeddings": False,
 }
+# Every parameter is a load of its own, so models are as small as what they show allows.
+TWO_LAYERS = {"num_hidden_layers": 2}
+LLAMA = GATED | TWO_LAYERS | {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}
 CONFIGS = {
-    **{name: MODELS[name] for name in ("llama3", "qwen3_moe", "deepseek_v3")},
+    "llama3": transformers.LlamaConfig(**LLAMA, head_dim=16, tie_word_embeddings=True),
+    # A dense layer and one of experts.
+    "deepseek_v3": transformers.DeepseekV3Config(**DEEPSEEK | TWO_LAYERS),
     "mistral": transformers.MistralConfig(**GATED, sliding_window=32, tie_word_embeddings=False),
-    "gpt2": transformers.GPT2Config(**SMALL_GPT2, bos_token_id=None, eos_token_id=1),
+    "gpt2": transformers.GPT2Config(**SMALL_GPT2 | {"n_layer": 2}, bos_token_id=None, eos_token_id=1),
     "wide": transformers.LlamaConfig(**GATED | WIDE),
 }
 STEP = "iter_0000003"
@@ -42,7 +48,6 @@ OWN = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None}
 CASES = {
     "llama3": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
     "wide": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
-    "qwen3_moe": (Layout(tp=2, sp=True, dp=2, ep=2), []),
     "deepseek_v3": (Layout(tp=2, sp=True, dp=2, ep=2), ["--bf16"]),
     "mistral": (Layout(pp=2, vpp=True), ["--bf16"]),
     "gpt2": (Layout(), []),
@@ -85,12 +90,34 @@ def exported(checkpoints, target, *more):
     return code_of(export.main, "--load", checkpoints, "--save-hf", target, *more)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"wide"}))
-def test_transformers_reads_what_was_trained(home, tmp_path, name):
-    """Written by tensor, pipeline, virtual pipeline and expert parallel ranks; read by one process."""
-    assert exported(home / f"{name}-checkpoints", tmp_path / "out") == 0
+def described(checkpoints, target, tokenizer_folder=None):
+    """Write what an export writes beside the weights."""
+    config = stored_config(checkpoints / STEP)
+    text = export.tokenizer_of(config, tokenizer_folder)
+    text.ends = export._ends_of(config, text)
+    target.mkdir()
+    hugging_face._describe(target, config, text)
+
+
+DOCUMENTS = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("launching.md", "models.md")]
+
+
+@pytest.fixture(scope="module")
+def llama3_folder(home, tmp_path_factory):
+    """The directory of Llama's checkpoints, by the command of both documents."""
+    commands = [re.findall(r"^python -m megatron_rc\.launch\.export (.+)$", text, re.MULTILINE) for text in DOCUMENTS]
+    assert commands == [["--load ckpt --save-hf my_model"]] * 2
+    folder = tmp_path_factory.mktemp("documented")
+    (folder / "ckpt").symlink_to(home / "llama3-checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert code_of(export.main, *commands[0][0].split()) == 0
+    return folder / "my_model"
+
+
+def assert_it_has_the_trained_weights(directory, home, name):
     dtype = torch.bfloat16 if "--bf16" in CASES[name][1] else torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     trained = transformers.AutoModelForCausalLM.from_pretrained(home / name, dtype=dtype)
     assert type(model) is type(trained)
     assert model.dtype == dtype
@@ -104,33 +131,34 @@ def test_transformers_reads_what_was_trained(home, tmp_path, name):
         assert torch.equal(model(tokens).logits, trained(tokens).logits)
 
 
-def test_its_tokenizer_and_the_way_it_ends_come_along(home, tmp_path):
-    assert exported(home / "llama3-checkpoints", tmp_path / "llama3", "--ckpt-step=3") == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama3")
+@pytest.mark.parametrize("name", ["deepseek_v3", "mistral"])
+def test_transformers_reads_what_was_trained(home, tmp_path, name):
+    """Written by tensor, virtual pipeline and expert parallel ranks; read by one process."""
+    assert exported(home / f"{name}-checkpoints", tmp_path / "out") == 0
+    assert_it_has_the_trained_weights(tmp_path / "out", home, name)
+
+
+def test_transformers_reads_what_the_documents_command_writes(home, llama3_folder, monkeypatch, capsys):
+    """Also by the documents' lines below the command, which generate from the directory."""
+    assert_it_has_the_trained_weights(llama3_folder, home, "llama3")
+    monkeypatch.chdir(llama3_folder.parent)
+    (block,) = re.findall(r"^```python\n(from transformers.+?)^```", DOCUMENTS[1], re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/models.md", "exec"), {})
+    assert re.search(r"^24\d*$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_its_tokenizer_and_the_way_it_ends_come_along(home, llama3_folder, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama3_folder)
     assert tokenizer("0123")["input_ids"] == [3, 4, 5, 6]
     assert tokenizer.decode([3, 4, 1], skip_special_tokens=True) == "01"
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama3")
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama3_folder)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 0)
     assert (model.config.bos_token_id, model.config.eos_token_id) == (None, 1)
     # Prompts from a file have every printable character.
-    checkpoints = with_settings(home, tmp_path / "checkpoints", task={"task": None})
-    assert exported(checkpoints, tmp_path / "out") == 0
+    described(with_settings(home, tmp_path / "checkpoints", task={"task": None}), tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("Hi, 1 + 2?")["input_ids"]) == "Hi, 1 + 2?"
-
-
-@pytest.mark.parametrize("document", ["docs/launching.md", "docs/models.md"])
-def test_the_documents_command_is_run_as_written(home, tmp_path, monkeypatch, capsys, document):
-    """And the lines below it, which generate from the directory."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    (command,) = re.findall(r"^python -m megatron_rc\.launch\.export (.+)$", text, re.MULTILINE)
-    (tmp_path / "ckpt").symlink_to(home / "llama3-checkpoints")
-    monkeypatch.chdir(tmp_path)
-    assert code_of(export.main, *command.split()) == 0
-    for block in re.findall(r"^```python\n(from transformers.+?)^```", text, re.MULTILINE | re.DOTALL):
-        exec(compile(block, document, "exec"), {})
-        assert re.search(r"^24\d*$", capsys.readouterr().out, re.MULTILINE)
 
 
 def in_small_files(monkeypatch, size):
@@ -148,7 +176,7 @@ def test_large_models_are_several_files(home, tmp_path, monkeypatch):
     tensors = {name: (file, tensor) for file in files for name, tensor in load_file(tmp_path / "out" / file).items()}
     assert index["weight_map"] == {name: file for name, (file, _) in tensors.items()}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in tensors.values())
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_it_has_the_trained_weights(tmp_path / "out", home, "gpt2")
 
 
 def test_memory_is_a_file_and_a_layer(home, tmp_path, monkeypatch):
@@ -182,7 +210,7 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == ([1, 2], 2, None)
     folder.rename(tmp_path / "moved")
     assert exported(checkpoints, tmp_path / "again") == 2
-    assert exported(checkpoints, tmp_path / "again", "--tokenizer-model", tmp_path / "moved") == 0
+    described(checkpoints, tmp_path / "again", tmp_path / "moved")
     for name in ("tokenizer.json", "config.json", "generation_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
@@ -205,14 +233,13 @@ def test_the_directory_names_the_ends_that_the_run_had(home, tmp_path, ended, co
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"task": OWN, "checkpoints": {"load_hf": str(folder)}, "rollouts": {"end_token_ids": ended}}
-    assert exported(with_settings(home, tmp_path / "checkpoints", **settings), tmp_path / "out") == 0
+    described(with_settings(home, tmp_path / "checkpoints", **settings), tmp_path / "out")
     both_files = [
         json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")
     ]
     assert [entries["eos_token_id"] for entries in both_files] == [config_ids, generation_ids]
     assert (both_files[1]["do_sample"], both_files[1]["top_p"]) == (True, 0.5)
-    ends = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id
-    assert ends == generation_ids
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == generation_ids
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(home, tmp_path, capsys):
@@ -250,7 +277,7 @@ def with_settings(home, target, **changes):
         ("megatron", {"given": {"rotary_interleaved": True, "of_a_later_release": 1}}, "--rotary-interleaved"),
         ("model", {"hybrid_layer_pattern": "M-*-*-*-"}, "unknown field 'hybrid_layer_pattern'"),
         ("transformer", None, "has no section transformer"),
-        ("transformer", {"num_layers": 5}, r"(layers\.\S+ cannot be read|holds no tensor \S*layers\.4\.)"),
+        ("transformer", {"num_layers": 3}, r"(layers\.\S+ cannot be read|holds no tensor \S*layers\.2\.)"),
         ("model", {"untie_embeddings_and_output_weights": True}, r"holds no tensor output_layer\.weight"),
         ("task", {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gone"}, "tokenizer was in gone, which"),
     ],
@@ -265,7 +292,7 @@ def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, sect
 
 def test_a_stored_default_of_a_field_that_moved_into_a_section_is_read(home, tmp_path):
     checkpoints = with_settings(home, tmp_path / "checkpoints", megatron={"given": {"softmax_type": "vanilla"}})
-    assert exported(checkpoints, tmp_path / "out") == 0
+    assert stored_config(checkpoints / STEP).transformer.softmax_type == "vanilla"
 
 
 def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home, tmp_path, capsys):
@@ -274,12 +301,11 @@ def test_a_flipped_bit_is_found_unless_nobody_looks_and_half_a_file_always(home,
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+    shutil.copytree(home / "llama3-checkpoints" / STEP, copy / "iter_0000002")
     assert exported(copy, tmp_path / "out") == 1
     message = capsys.readouterr().err
     assert f"checkpoint 3 is damaged: {path.name}" in message
-    shutil.copytree(home / "llama3-checkpoints" / STEP, copy / "iter_0000002")
-    assert exported(copy, tmp_path / "out") == 1
-    assert "; --ckpt-step takes another one (there are 2, 3)" in capsys.readouterr().err
+    assert "; --ckpt-step takes another one (there are 2, 3)" in message
     assert exported(copy, tmp_path / "other", "--ckpt-step=2") == 0
     assert exported(copy, tmp_path / "out", "--no-verify-integrity") == 0
     path.write_bytes(content[: len(content) // 2])
@@ -351,7 +377,8 @@ def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
     for name, load_hf in (("loaded", str(folder)), ("from-nothing", None)):
         task = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
         checkpoints = with_settings(home, tmp_path / name, task=task, checkpoints={"load_hf": load_hf})
-        assert exported(checkpoints, tmp_path / f"{name}-out") == 0
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out")
+        described(checkpoints, tmp_path / f"{name}-out")
+        config = transformers.AutoConfig.from_pretrained(tmp_path / f"{name}-out")
+        model = transformers.AutoModelForCausalLM.from_config(config)
         assert (model.config.pad_token_id, model.model.embed_tokens.padding_idx) == (None, None)
         assert model.config.eos_token_id == 1, "as the run had it"

@@ -152,13 +152,15 @@ def train_with_bad_samples(words, share, bad, replicas=(1,)):
 
 
 def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
-    layout = Layout(dp=2, tp=2)
-    arguments = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", f"--save-rollouts={tmp_path}/records")
+    replicas = Layout(dp=2)
+    arguments = flags(tmp_path, *LIVE, "--train-iters=2", f"--save-rollouts={tmp_path}/records")
     arguments += ["--rl-use-sequence-packing"]
     bad = BAD["id"][0]
     with pytest.raises(RankFailure, match="step 0 failed: EngineError: --rollout-engine transformers, prompt 0: "):
-        ranks.run(train_with_bad_samples, layout, arguments, 0.5, bad)
-    assert ranks.run(train_with_bad_samples, layout, [*arguments, "--bad-samples=drop"], 0.5, bad) == [None] * 4
+        ranks.run(train_with_bad_samples, replicas, arguments, 0.5, bad)
+    layout = Layout(dp=2, tp=2)
+    dropping = [*arguments, *layout.flags(), "--bad-samples=drop"]
+    assert ranks.run(train_with_bad_samples, layout, dropping, 0.5, bad) == [None] * 4
     first, second = rows(tmp_path)
     assert (first["rollout/bad_samples"], first["rollout/dropped_samples"]) == (4, 4)
     assert second["skipped_steps"] == 0
@@ -172,7 +174,7 @@ def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
     ends = [first[f"selection/{name}"] for name in ("started", "finished", "bad", "trained", "skipped")]
     assert ends in ([16, 12, 4, 12, 0], [16, 12, 4, 0, 12])
     arguments += ["--bad-samples=resample", "--grpo-iterations=2"]
-    assert ranks.run(train_with_bad_samples, layout, arguments, 1.0, bad) == [None] * 4, "half of the batch is enough"
+    assert ranks.run(train_with_bad_samples, replicas, arguments, 1.0, bad) == [None] * 2, "half of the batch is enough"
     # Retries are started responses too: here all of one replica are bad.
     first, second = rows(tmp_path)
     assert "selection/started" not in first, "the numbers come with the last step on the batch"
@@ -203,8 +205,9 @@ def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     assert row["rollout/dropped_samples"] == 0
     # Recorded ones too.
     load = f"--load-rollouts={tmp_path}/records"
-    with pytest.raises(RankFailure, match="the rollout log-prob of sample 8, token 3 is nan: "):
-        ranks.run(run_training, layout, [*arguments[:-1], load])
+    if policy == "reject_token":
+        with pytest.raises(RankFailure, match="the rollout log-prob of sample 8, token 3 is nan: "):
+            ranks.run(run_training, layout, [*arguments[:-1], load])
     assert ranks.run(run_training, layout, [*arguments, load]) == [None] * 2
     (again,) = rows(tmp_path)
     assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]

@@ -142,7 +142,7 @@ def grad_norms(words, is_fused):
 @pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
 def test_adam_of_a_gpu_and_of_torch_go_on_from_each_other(ranks, tmp_path, more):
     """The one has its step in groups, the other with each parameter; a step that starts anew moves weights further."""
-    arguments = flags(tmp_path, *more, "--num-layers=2", "--lr=1e-2")
+    arguments = flags(tmp_path, *more, "--num-layers=2", "--micro-batch-size=16", "--lr=1e-2")
     (of_torch,) = ranks.run(grad_norms, Layout(), [*arguments, f"--save={tmp_path}/torch"], False)
     (of_gpu,) = ranks.run(grad_norms, Layout(), [*arguments, f"--save={tmp_path}/gpu"], True)
     assert of_gpu == pytest.approx(of_torch, rel=1e-5)
