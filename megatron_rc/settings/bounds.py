@@ -66,8 +66,7 @@ def read_weight_bounds(threshold: Threshold, mode: str | None, lower: float | No
     or ``mask`` means [1/u, u], if there is no ``rollout_is_threshold_lower``.
 
     Raises:
-        ValueError: a bound that is no positive number, bounds out of order or without 1 between them, or a pair with
-            ``truncate``.
+        ValueError: a bound that is no positive number, bounds out of order, or a pair with ``truncate``.
     """
     field = "rollout_is_threshold"
     if threshold is None:
@@ -80,26 +79,22 @@ def read_weight_bounds(threshold: Threshold, mode: str | None, lower: float | No
             "or the mode mask or clamp"
         )
     if pair_lower is None and mode in (None, "truncate"):
-        _check_encloses_one(field, threshold, upper=upper, effect="changes the weight of")
-        return WeightBounds(mode="truncate", lower=1 / upper, upper=upper)
+        return WeightBounds(mode="truncate", lower=min(1 / upper, upper), upper=upper)
 
-    effect = "changes the weight of" if mode == "clamp" else "masks"
-    low, high = ratio_interval(field, threshold, lower, effect)
+    low, high = ratio_interval(field, threshold, lower)
     return WeightBounds(mode="clamp" if mode == "clamp" else "mask", lower=low, upper=high)
 
 
-def ratio_interval(field: str, threshold: float | str, lower: float | None, effect: str) -> tuple[float, float]:
+def ratio_interval(field: str, threshold: float | str, lower: float | None) -> tuple[float, float]:
     """Return the bounds (lower, upper) on a ratio from a field and the field of its lower bound.
 
     Args:
         field: name of the field of the threshold; ``{field}_lower`` is the field of the lower bound.
         threshold: ``"lo_hi"``, or one number u, which means [1/u, u] if ``lower`` is None.
         lower: the lower bound, or None.
-        effect: what happens to tokens out of bounds, for the error message: "rejects".
 
     Raises:
-        ValueError: a bound that is no positive number, bounds out of order or without 1 between them, or two lower
-            bounds.
+        ValueError: a bound that is no positive number, bounds out of order, or two lower bounds.
     """
     pair_lower, upper = read_bounds(field, threshold)
     if pair_lower is not None:
@@ -107,7 +102,6 @@ def ratio_interval(field: str, threshold: float | str, lower: float | None, effe
             raise ValueError(
                 f"{field}={threshold!r} has a lower bound already: drop {field}_lower={lower!r}, or give one number"
             )
-        _check_encloses_one(field, threshold, lower=pair_lower, upper=upper, effect=effect)
         return pair_lower, upper
 
     if lower is None:
@@ -116,8 +110,6 @@ def ratio_interval(field: str, threshold: float | str, lower: float | None, effe
 
     check_positive(f"{field}_lower", lower)
     check_ordered(f"{field}_lower", lower, lower, upper)
-    _check_encloses_one(f"{field}_lower", lower, lower=lower, effect=effect)
-    _check_encloses_one(field, threshold, upper=upper, effect=effect)
     return lower, upper
 
 
@@ -158,16 +150,6 @@ def read_number(field: str, text: str) -> float:
     return number
 
 
-def _check_encloses_one(
-    field: str, value: float | str, *, lower: float = 0.0, upper: float = math.inf, effect: str
-) -> None:
-    """Raise ValueError unless lower <= 1 <= upper: 1 is the ratio of two policies that agree."""
-    if not lower <= 1 <= upper:
-        raise ValueError(
-            f"{field}={value!r} {effect} tokens whose two policies agree (ρ = 1): the bounds must enclose 1"
-        )
-
-
 def check_ordered(field: str, value: float | str, lower: float, upper: float) -> None:
     """Raise ValueError unless lower <= upper. Equal bounds are legal, as in verl and NeMo-RL."""
     # The negation refuses NaN, too.
@@ -184,7 +166,7 @@ def check_positive(field: str, value: object) -> None:
 
 def _read_ratio(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
     lower_number = None if lower is None else read_number("rollout_rs_threshold_lower", lower)
-    low, high = ratio_interval("rollout_rs_threshold", threshold, lower_number, "rejects")
+    low, high = ratio_interval("rollout_rs_threshold", threshold, lower_number)
     return math.log(low), math.log(high)
 
 

@@ -34,11 +34,6 @@ def check_values(config: CorrectionFields) -> None:
         raise ValueError(f"metric_prefix={config.metric_prefix!r} must be a text, for example 'rollout_corr/'")
     if config.rollout_token_veto_threshold is not None:
         check_positive("rollout_token_veto_threshold", config.rollout_token_veto_threshold)
-        if config.rollout_token_veto_threshold >= 1:
-            raise ValueError(
-                f"rollout_token_veto_threshold={config.rollout_token_veto_threshold!r} rejects sequences whose two "
-                "policies agree (ρ = 1): it must be below 1, for example 1e-4"
-            )
 
 
 def check_idle(config: CorrectionFields) -> None:

@@ -120,27 +120,6 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"bypass_mode": True, "rollout_is_batch_normalize": True}, "applies no weights: drop it"),
         ({"bypass_mode": True, "rollout_rs": "group_mean_k3", "rollout_rs_threshold": 1}, "rollout_rs=group_mean_k3"),
         ({"rolout_is": "token"}, "unknown field 'rolout_is' of the rollout correction: known are rollout_is, "),
-        ({"rollout_correction": {"rollout_is": "token"}}, "give the fields without the line rollout_correction:"),
-        (["algorithm.rollout_correction.rollout_is=token"], "Hydra's overrides can be read with dialect='verl'"),
-        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "1.1_1.5"}, "rollout_rs_threshold='1.1_1.5' rejects"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_0.9"}, "the bounds must enclose 1"),
-        (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 1.5},
-            "rollout_rs_threshold_lower=1.5 rejects",
-        ),
-        (
-            {"rollout_rs": "token_k3,token_k1", "rollout_rs_threshold": "1,1.1_1.5"},
-            "rollout_rs_threshold='1.1_1.5' rejects",
-        ),
-        ({"rollout_is_threshold": 0.5}, "rollout_is_threshold=0.5 changes"),
-        ({"rollout_is_threshold": "2_3"}, "rollout_is_threshold='2_3' masks"),
-        ({"rollout_is_threshold": "2_3", "rollout_is_mode": "clamp"}, "rollout_is_threshold='2_3' changes"),
-        (
-            {"rollout_is_threshold": 3, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 2},
-            "rollout_is_threshold_lower=2 masks",
-        ),
-        ({"rollout_token_veto_threshold": 2.0}, "rollout_token_veto_threshold=2.0 rejects"),
-        ({"rollout_token_veto_threshold": 1.0}, "rollout_token_veto_threshold=1.0 rejects"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, message):

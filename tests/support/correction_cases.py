@@ -157,18 +157,18 @@ turns of the vetoed:
 # Log weights of -18 for one token to -288 for 16.
 small sequence weights:
   fields: {rollout_is: sequence, rollout_is_batch_normalize: true, rollout_rs: seq_mean_k1, rollout_rs_threshold:
-    1.4e-8_1.0}
-  settings: {level: sequence, batch_normalize: true, criteria: [seq_mean_k1 1.4e-8 1]}
+    1.1e-8_1.9e-8}
+  settings: {level: sequence, batch_normalize: true, criteria: [seq_mean_k1 1.1e-8 1.9e-8]}
   shift: -18
 small prefix weights:
   fields: {rollout_is: prefix, rollout_is_batch_normalize: true, rollout_is_batch_normalize_scope: accepted, rollout_rs:
-    seq_mean_k1, rollout_rs_threshold: 1.4e-8_1.0}
-  settings: {level: prefix, batch_normalize: true, scope: accepted, criteria: [seq_mean_k1 1.4e-8 1]}
+    seq_mean_k1, rollout_rs_threshold: 1.1e-8_1.9e-8}
+  settings: {level: prefix, batch_normalize: true, scope: accepted, criteria: [seq_mean_k1 1.1e-8 1.9e-8]}
   shift: -18
 small turn weights:
   fields: {rollout_is: turn, rollout_is_batch_normalize: true, rollout_rs: seq_mean_k1, rollout_rs_threshold:
-    1.4e-8_1.0}
-  settings: {level: turn, batch_normalize: true, criteria: [seq_mean_k1 1.4e-8 1]}
+    1.1e-8_1.9e-8}
+  settings: {level: turn, batch_normalize: true, criteria: [seq_mean_k1 1.1e-8 1.9e-8]}
   sides: [turn_ids]
   shift: -18
 bad tokens:
