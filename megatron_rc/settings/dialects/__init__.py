@@ -39,8 +39,8 @@ class _SortedSettings:
     Attributes:
         of_correction: the program's settings of the correction, and unknown names that stand among them.
         others: (dotted name, value) of the settings that are no part of the correction.
-        has_section: True if the file has a section that holds the correction alone. Without a setting in it, the
-            program's defaults apply.
+        has_section: True if the file has the section of the correction. Without a setting in it, the program's
+            defaults apply.
         unlisted: names of a shared section that the program is not known to have.
     """
 
@@ -231,7 +231,7 @@ def _sorted_settings(fields: Mapping[str, Any], program: Dialect) -> _SortedSett
             raise ValueError(f"{section}={inner!r} must hold settings, one `name: value` a line")
         fields = inner
         if section == program.sections[-1]:
-            file.has_section = not program.shares_section
+            file.has_section = True
             if program.shares_section:
                 fields = _without_others(fields, program, file)
     if program.shares_section and not program.sections:

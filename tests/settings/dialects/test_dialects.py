@@ -68,7 +68,6 @@ trl | trainer: {algorithm: {off_policy_correction: {tis_ratio_type: token}}}
 trl | - | no setting of trl
 trl | beta: 0.0, learning_rate: 1.0e-6 | no setting of trl
 slime | lr: 1.0e-6 | no setting of slime in these settings: known are use_tis
-nemo-rl | loss_fn: {ratio_clip_min: 0.2} | no setting of nemo-rl
 nemo-rl | model: {name: a} | no setting of nemo-rl
 trl | algorithm: {rollout_correction: {rollout_is: token, rollout_rs: token_k3, rollout_rs_threshold: 1}}
     | read these settings with dialect='verl'
@@ -76,7 +75,7 @@ verl | adv_estimator: grpo, trainer: {} | there is no algorithm.rollout_correcti
 verl | algorithm: {adv_estimator: grpo}, trainer: {} | there is no algorithm.rollout_correction
 verl-2025-11 | algorithm: {adv_estimator: grpo}, trainer: {} | there is no algorithm.rollout_correction
 verl | - | there is no algorithm.rollout_correction
-verl-2025-10 | algorithm: {adv_estimator: grpo} | no setting of verl-2025-10
+verl-2025-10 | actor: {clip_ratio: 0.2} | no setting of verl-2025-10
 # Misspelt beside other settings.
 trl | use_vllm: true, off_policy_mask_treshold: 0.5 | did you mean off_policy_mask_threshold
 trl | use_vlm: true, learning_rate: 1.0e-6 | did you mean use_vllm
@@ -116,6 +115,20 @@ def test_what_cannot_work_is_refused(dialect, given, message):
 def test_names_that_mean_something_else_in_other_sections_are_no_settings(dialect, settings, section):
     alone = RolloutCorrectionConfig.from_dict(settings, dialect)
     assert RolloutCorrectionConfig.from_dict(settings | section, dialect) == alone
+
+
+@pytest.mark.parametrize(
+    ("dialect", "section", "rollout_is"),
+    [
+        ("verl", {"algorithm": {"rollout_correction": {}}}, "sequence"),
+        ("verl-2025-10", {"algorithm": {"adv_estimator": "grpo"}}, None),
+        ("nemo-rl", {"loss_fn": {"ratio_clip_min": 0.2}}, None),
+    ],
+)
+def test_a_section_without_settings_of_the_correction_means_the_programs_defaults(dialect, section, rollout_is):
+    config = RolloutCorrectionConfig.from_dict(section, dialect)
+    assert config.rollout_is == rollout_is
+    assert config.notes[0].startswith(f"read as {dialect}: rollout_is={rollout_is!r}")
 
 
 def test_notes_are_kept_and_no_part_of_the_config():
