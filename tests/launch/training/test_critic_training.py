@@ -166,6 +166,11 @@ def start_elsewhere(words, folder):
     from megatron_rc.launch.weights.converter import described_model, export_model
 
     other = make_trainer([*words, "--seed=5"])
+    # With one seed the critic's layers are drawn like the policy's: these must differ from what was drawn.
+    with torch.no_grad():
+        for weight in (weight for chunk in other.chunks for weight in chunk.parameters()):
+            weight.mul_(1.5)
+    other.critic.start_from(other.chunks)
     tensors = dict(export_model(other.chunks, other.config, other.groups))
     if torch.distributed.get_rank() == 0:
         # Without TP some are parts of one tensor, which the file's writer refuses.
