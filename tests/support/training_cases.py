@@ -31,14 +31,18 @@ NEAREST = 1e-3
 EMPTY_ROWS = range(24, 32)
 REJECTED_ROWS = range(4)
 
-# At most two ranks.
-SMALL_LAYOUTS = (
+LAYOUTS = (
     Layout(),
     Layout(tp=2, sp=True),
     Layout(pp=2),
     Layout(pp=2, vpp=True),
-    Layout(cp=2),
+    Layout(cp=4),
     Layout(dp=2),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, cp=2),
+    Layout(cp=2, dp=2),
+    Layout(pp=2, cp=2),
+    Layout(tp=2, pp=2, cp=2),
 )
 
 _CLIP = ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
@@ -132,12 +136,9 @@ _REPLACED = ("--rollout-", "--grpo-clamp")
 
 
 def make_cases() -> list[Case]:
-    """Small layouts in decoupled and in one bypass mode, the dimensions together in one of them.
-
-    The other values are spread so that all pairs of them occur, on small layouts each with each.
-    """
+    """Every layout in decoupled and in one bypass mode; the other values are spread so that all pairs of them occur."""
     cases = []
-    for row, layout in enumerate(SMALL_LAYOUTS):
+    for row, layout in enumerate(LAYOUTS):
         for column, mode in enumerate(("decoupled", MODES[1 + row // 4 % 2])):
             cases.append(
                 Case(
@@ -149,16 +150,7 @@ def make_cases() -> list[Case]:
                     size=(4, 8)[(row // 3 + column) % 2],
                 )
             )
-    return [
-        *cases,
-        Case(Layout(cp=4), "bypass reinforce", variant=0, per_token_loss=True),
-        Case(Layout(tp=2, pp=2), "bypass reinforce", variant=1, packed=True),
-        # A sequence ratio over CP in the loss, of one sequence at a time, and packed beside it.
-        Case(Layout(cp=2, dp=2), "decoupled", variant=1, size=1),
-        Case(Layout(tp=2, cp=2), "bypass gspo", packed=True, size=4),
-        Case(Layout(pp=2, cp=2), "bypass gspo", size=4, per_token_loss=True),
-        Case(Layout(tp=2, pp=2, cp=2), "decoupled", packed=True),
-    ]
+    return cases
 
 
 @functools.cache

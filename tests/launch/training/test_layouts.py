@@ -55,10 +55,10 @@ def assert_same(got, expected, tolerances):
 
 
 def test_sgd_takes_the_same_steps(start):
-    """Stages of several chunks whose activations are computed again, of sequences that are cut over CP ranks."""
+    """In a layout of every dimension, with activations that are computed again."""
     more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
     full = ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
-    got = start(*more, *full, layout=Layout(pp=2, cp=2, vpp=True))
+    got = start(*more, *full, layout=Layout(tp=2, pp=2, cp=2, sp=True))
     assert_same(got, start(*more), [1e-5, 1e-5, 1e-5, 1e-5])
 
 

@@ -1,9 +1,9 @@
 """One optimizer step on real Megatron-Core, in every layout, equals a float64 reference built without it.
 
-Each dimension alone meets decoupled and bypass mode, dimensions together one of them; the kind of bypass mode, packing,
-``calculate_per_token_loss`` and micro-batch sizes are dealt out so that each pair of values occurs. All start from the
-same weights. Compared are weights, mask, n_i, losses, metrics, and the gradient of every parameter before clipping and
-Adam; and, ten times closer, with the same on a single process.
+Every layout meets decoupled and bypass mode; the latter's kind, packing, ``calculate_per_token_loss`` and micro-batch
+sizes are dealt out so that each pair of values occurs. All start from the same weights. Compared are weights, mask,
+n_i, losses, metrics, and the gradient of every parameter before clipping and Adam; and, ten times closer, with the same
+on a single process.
 """
 
 import itertools
@@ -14,9 +14,15 @@ import torch
 
 from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
-from tests.support.training_cases import MINI_BATCHES, MODES, OBJECTIVES, SEQUENCES, SMALL_LAYOUTS, Case
+from tests.support.training_cases import LAYOUTS, MINI_BATCHES, MODES, OBJECTIVES, SEQUENCES, Case
 
 CASES = training_cases.make_cases()
+# A sequence ratio over CP in the loss, of one sequence at a time, and packed beside it.
+MORE = [
+    Case(Layout(cp=2, dp=2), "decoupled", variant=1, size=1),
+    Case(Layout(tp=2, cp=2), "bypass gspo", packed=True, size=4),
+    Case(Layout(pp=2, cp=2), "bypass gspo", size=1, per_token_loss=True),
+]
 # Layouts round float32 gradients by up to 8e-6 of their length, on processors without AVX.
 TO_REFERENCE = 1e-4
 TO_SINGLE = 2e-5
@@ -197,7 +203,7 @@ def assert_budget(everywhere, case):
                 assert numbers == known * unit, f"{name} has {numbers} numbers"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
 def test_every_layout_is_the_reference(run, single, case):
     everywhere = run(case)
     assert_case(everywhere, case, single(case))
@@ -208,18 +214,15 @@ def test_every_pair_of_values_occurs():
     pairs = [*itertools.combinations(FACTORS, 2)]
     # Of the kinds of bypass mode, which differ in the loss alone, a layout meets one.
     pairs.remove(("layout", "mode"))
-    on_small_layouts = [case for case in CASES if case.layout in SMALL_LAYOUTS]
-    dealt_out = [case for case in CASES if case.mode in MODES and case.size in (4, 8)]
     for one, other in pairs:
-        cases = on_small_layouts if "layout" in (one, other) else dealt_out
-        values = {name: {getattr(case, name) for case in cases} for name in (one, other)}
-        met = {(getattr(case, one), getattr(case, other)) for case in cases}
+        values = {name: {getattr(case, name) for case in CASES} for name in (one, other)}
+        met = {(getattr(case, one), getattr(case, other)) for case in CASES}
         assert met == set(itertools.product(values[one], values[other])), (one, other)
-    met = {(case.layout, case.objective.bypass) for case in on_small_layouts}
-    assert met == set(itertools.product(SMALL_LAYOUTS, [False, True]))
-    assert {case.mode for case in on_small_layouts} == set(MODES)
-    assert {case.size for case in on_small_layouts} == {4, 8}
-    for mode in OBJECTIVES:
+    met = {(case.layout, case.objective.bypass) for case in CASES}
+    assert met == set(itertools.product(LAYOUTS, [False, True]))
+    assert {case.mode for case in CASES} == set(MODES)
+    assert {case.size for case in CASES} == {4, 8}
+    for mode in MODES:
         assert {case.variant for case in CASES if case.mode == mode} == set(range(len(OBJECTIVES[mode])))
 
 
