@@ -118,7 +118,7 @@ def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, t
     own = PPO if part == "critic" else [*POLICY, "--advantage-estimator=rloo"]
     arguments = flags(tmp_path, *own, *more, *layout.flags())
     stayed = ranks.run(train, layout, arguments, 0, 2)
-    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=1"]
+    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
     for steps, begin, save_at in ((slice(0, 2), 0, 1), (slice(1, 2), 1, None)):
         went = ranks.run(train_away, layout, part, [*arguments, f"--{part}-offload", *files], begin, 2, save_at)
         for one, (other, ratios) in zip(stayed, went, strict=True):

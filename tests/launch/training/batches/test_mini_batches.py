@@ -34,7 +34,9 @@ def correction_of(words):
 
 
 def test_what_corrects_does_not_depend_on_the_number_of_steps_at_all(ranks, tmp_path):
-    arguments = flags(tmp_path, *PPO, "--rollout-is-batch-normalize", "--correct-values=weights")
+    arguments = flags(
+        tmp_path, *PPO, "--micro-batch-size=4", "--rollout-is-batch-normalize", "--correct-values=weights"
+    )
     whole, *others = (
         ranks.run(correction_of, Layout(), [*arguments, f"--global-batch-size={size}"])[0] for size in (16, 8, 4)
     )
