@@ -3,7 +3,7 @@
     python -m megatron_rc.launch.export --load CHECKPOINTS --save-hf DIR
 
 The checkpoint's settings describe the model. Parameters are written one at a time: the machine needs memory for one
-file of the directory (4 GiB) and the largest parameter.
+file of the directory (4 GiB) and twice the largest parameter, in the checkpoint's form and in the file's.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ def put_table(outcomes: Iterable[Outcome], page: Path, block: Block) -> None:
         ValueError: the page has no place for it.
     """
     text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(f"{begin_of(block)}\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    text_before, begin_line, text_from_table = text.partition(f"{begin_of(block)}\n")
+    _, end_line, text_after = text_from_table.partition(END)
+    if not begin_line or not end_line:
         raise ValueError(f"{page} lacks the lines {begin_of(block)} and {END} around the table: add them")
-    page.write_text(f"{before}{begin}\n{table(outcomes, block)}\n{end}{after}", encoding="utf-8")
+    page.write_text(f"{text_before}{begin_line}\n{table(outcomes, block)}\n{end_line}{text_after}", encoding="utf-8")
 
 
 def table(outcomes: Iterable[Outcome], block: Block) -> str:
@@ -91,10 +91,11 @@ def seeds_of(outcomes: Iterable[Outcome], mismatch: Mismatch, correction: Correc
 def _count(of_block: Sequence[Outcome], block: Block) -> str:
     """The number of runs, their time and their code, and the runs that are missing."""
     seconds = sum(outcome.seconds for outcome in of_block)
-    each = f", {seconds / len(of_block):.0f} a run" if of_block else ""
+    of_one_run = f", {seconds / len(of_block):.0f} a run" if of_block else ""
     commits = sorted({outcome.commit for outcome in of_block if outcome.commit})
     made_by = f" Made by {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}." if commits else ""
-    text = f"{len(of_block)} of {len(block.runs)} runs, {seconds:.0f} seconds of processor time in all{each}.{made_by}"
+    times = f"{seconds:.0f} seconds of processor time in all{of_one_run}"
+    text = f"{len(of_block)} of {len(block.runs)} runs, {times}.{made_by}"
     if not of_block:
         return f"{text} The others are not made yet."
     made = {outcome.key for outcome in of_block}
@@ -120,8 +121,8 @@ def _of_tests(
             name = f"`{outcome.mismatch}-{outcome.correction}` with seed {outcome.seed}"
             sentences.append(f"An error ended {name} after step {outcome.policy[-1][0]}.")
     if not compared_kinds:
-        total = sum(len(other.runs) for other in family_of(block))
-        return [*sentences, f"No verdict before all {total} runs of `docs/{block.data}` are made."]
+        num_runs = sum(len(block_of_family.runs) for block_of_family in family_of(block))
+        return [*sentences, f"No verdict before all {num_runs} runs of `docs/{block.data}` are made."]
     verdicts = []
     for pair in block.compared_pairs:
         for measure in measures_of(block):
@@ -178,17 +179,19 @@ def compared_by_ranges(of_block: Sequence[Outcome], block: Block, kind: Kind) ->
 
     Empty for a block of one seed, with fewer runs than seeds, and if it is compared with nothing in the block.
     """
-    other = block.compared_with(*kind)
-    if other is None or len(block.seeds) == 1:
+    other_kind = block.compared_with(*kind)
+    if other_kind is None or len(block.seeds) == 1:
         return ""
     of_kind = seeds_of(of_block, *kind)
-    of_other = seeds_of(of_block, *other)
-    if not len(of_kind) == len(of_other) == len(block.seeds):
+    of_other_kind = seeds_of(of_block, *other_kind)
+    if not len(of_kind) == len(of_other_kind) == len(block.seeds):
         return ""
-    at_end = apart([outcome.final for outcome in of_kind], [outcome.final for outcome in of_other])
-    on_way = apart([outcome.over_the_run for outcome in of_kind], [outcome.over_the_run for outcome in of_other])
-    words = [("", "better", "worse")[at_end], ("", "faster", "slower")[on_way]]
-    return f"{', '.join(filter(None, words))} than {other[1].title}" if any(words) else "undecided"
+    at_end = apart([outcome.final for outcome in of_kind], [outcome.final for outcome in of_other_kind])
+    on_way = apart([outcome.over_the_run for outcome in of_kind], [outcome.over_the_run for outcome in of_other_kind])
+    verdicts = [("", "better", "worse")[at_end], ("", "faster", "slower")[on_way]]
+    if not any(verdicts):
+        return "undecided"
+    return f"{', '.join(filter(None, verdicts))} than {other_kind[1].title}"
 
 
 def _tests_columns(block: Block, compared_kinds: dict[tuple[str, ...], Comparison]) -> list[Column]:
@@ -227,10 +230,10 @@ def _pairs_table(block: Block, compared_kinds: dict[tuple[str, ...], Comparison]
         cells = [f"{mismatch.title}, {correction.title}" for mismatch, correction in (kind, other_kind)]
         for name in measures_of(block):
             comparison = compared_kinds[comparison_key(block, kind, other_kind, name)]
-            words = _verdict(comparison)
+            verdict_cell = _verdict(comparison)
             if block.shows_margin and comparison.is_above_margin:
-                words += f"; above −{MARGIN}"
-            cells += [_difference(comparison), words]
+                verdict_cell += f"; above −{MARGIN}"
+            cells += [_difference(comparison), verdict_cell]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -284,5 +287,10 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _shown(value: float) -> str:
-    shown = f"{value:.0f}" if abs(value) >= 10 else f"{value:.3f}" if 0.0005 <= abs(value) < 0.1 else f"{value:.2f}"
+    digits = 2
+    if abs(value) >= 10:
+        digits = 0
+    elif 0.0005 <= abs(value) < 0.1:
+        digits = 3
+    shown = f"{value:.{digits}f}"
     return "0.00" if shown == "-0.00" else shown.replace("-", "−")

@@ -93,7 +93,11 @@ def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
         problem = f"needs mbridge, which is not installed here: {pip_install('bridge')}"
     if not config.launch.on_cpu and _converts(config, samples):
         if problem:
-            _log.warning("this program's own tables convert the weights: --weights-bridge %s %s", MBRIDGE, problem)
+            _log.warning(
+                "this program's own tables convert the weights; --weights-bridge %s would be refused: it %s",
+                MBRIDGE,
+                problem,
+            )
         else:
             _log.warning("mbridge converts the weights; --weights-bridge none leaves that to this program's own tables")
     return config.changed(checkpoints={"weights_bridge": NO_BRIDGE if problem else MBRIDGE})

@@ -13,7 +13,7 @@ from megatron_rc.launch.flags.launch_file import CONFIGS
 from tests.support.commands import code_of
 
 # How the line begins that says that mbridge does not convert the weights.
-TABLES = "this program's own tables convert the weights: --weights-bridge mbridge "
+TABLES = "this program's own tables convert the weights; --weights-bridge mbridge would be refused: it "
 
 
 def dry_run(capsys, words, ranks=8, nodes=1):

@@ -74,7 +74,7 @@ def test_a_run_goes_on_in_any_layout(ranks, tmp_path):
 def bytes_alive():
     """Of all storages that a tensor of this process has."""
     gc.collect()
-    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    tensors = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.Tensor))
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -115,14 +115,14 @@ AWAY = {
 @pytest.mark.parametrize(("part", "more", "layout", "each"), AWAY.values(), ids=AWAY)
 def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, tmp_path, part, more, layout, each):
     """Two steps, with a checkpoint after the first and from it, are those of a run whose tensors stay."""
-    own = PPO if part == "critic" else [*POLICY, "--advantage-estimator=rloo"]
-    arguments = flags(tmp_path, *own, *more, *layout.flags())
+    algorithm = PPO if part == "critic" else [*POLICY, "--advantage-estimator=rloo"]
+    arguments = flags(tmp_path, *algorithm, *more, *layout.flags())
     stayed = ranks.run(train, layout, arguments, 0, 2)
     files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
     for steps, begin, save_at in ((slice(0, 2), 0, 1), (slice(1, 2), 1, None)):
         went = ranks.run(train_away, layout, part, [*arguments, f"--{part}-offload", *files], begin, 2, save_at)
-        for one, (other, ratios) in zip(stayed, went, strict=True):
-            assert other == one[steps]
+        for metrics_of_stayed, (metrics, ratios) in zip(stayed, went, strict=True):
+            assert metrics == metrics_of_stayed[steps]
             assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
 
 
@@ -165,29 +165,31 @@ def start_elsewhere(words, folder):
 
     from megatron_rc.launch.weights.converter import described_model, export_model
 
-    other = make_trainer([*words, "--seed=5"])
+    elsewhere = make_trainer([*words, "--seed=5"])
     # With one seed the critic's layers are drawn like the policy's: these must differ from what was drawn.
     with torch.no_grad():
-        for weight in (weight for chunk in other.chunks for weight in chunk.parameters()):
+        for weight in (weight for chunk in elsewhere.chunks for weight in chunk.parameters()):
             weight.mul_(1.5)
-    other.critic.start_from(other.chunks)
-    tensors = dict(export_model(other.chunks, other.config, other.groups))
+    elsewhere.critic.start_from(elsewhere.chunks)
+    tensors = dict(export_model(elsewhere.chunks, elsewhere.config, elsewhere.groups))
     if torch.distributed.get_rank() == 0:
         # Without TP some are parts of one tensor, which the file's writer refuses.
         copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
         save_file(copies, f"{folder}/model.safetensors")
-        described_model(other.config).save_pretrained(folder)
+        described_model(elsewhere.config).save_pretrained(folder)
     torch.distributed.barrier()
     trainer = make_trainer([*words, f"--critic-load-hf={folder}"])
-    # Of the embeddings on each rank at least five rows are no padding, which a directory does not hold.
-    layers = [
-        (name, equal(*[[w[:5] if "embedding" in name else w] for w in (one, dict(theirs.named_parameters())[name])]))
-        for critic in (other.critic, trainer.critic)
-        for mine, theirs in zip(critic.chunks, other.chunks, strict=True)
-        for name, one in mine.named_parameters()
-        if not name.startswith("output_layer")
-    ]
-    same = equal(weights_of(trainer.chunks), weights_of(other.chunks))
+    layers = []
+    for critic in (elsewhere.critic, trainer.critic):
+        for critics_chunk, policys_chunk in zip(critic.chunks, elsewhere.chunks, strict=True):
+            weights_of_policy = dict(policys_chunk.named_parameters())
+            for name, weight in critics_chunk.named_parameters():
+                if name.startswith("output_layer"):
+                    continue
+                # Of the embeddings on each rank at least five rows are no padding, which a directory does not hold.
+                rows = slice(5) if "embedding" in name else slice(None)
+                layers.append((name, torch.equal(weight[rows], weights_of_policy[name][rows])))
+    same = equal(weights_of(trainer.chunks), weights_of(elsewhere.chunks))
     return layers, same, trainer.critic.optimizer.param_groups[0]["lr"]
 
 
@@ -225,7 +227,9 @@ def step_without_signal(words):
     prepared = dataclasses.replace(trainer.prepare(share(trainer, 0)), without_signal=frozenset({0}))
     before = both(trainer)
     metrics = trainer.update(prepared, 0).metrics
-    return [not equal(one, other) for one, other in zip(before, both(trainer), strict=True)], metrics
+    after = both(trainer)
+    changed = [not equal(weights, new_weights) for weights, new_weights in zip(before, after, strict=True)]
+    return changed, metrics
 
 
 def test_a_step_without_signal_trains_the_critic_alone(ranks, tmp_path):
