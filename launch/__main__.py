@@ -41,8 +41,8 @@ TRAINER = "megatron_rc.launch.train_ppo"
 
 
 def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
-    """Run the module on every rank; end the process with the code and the sentence above."""
-    # Rank 0 comes to the same warnings, if ranks start.
+    """Run the module on every rank; exit with a code that the module's docstring lists."""
+    # Rank 0 writes the same warnings, if ranks start.
     _log.setLevel(logging.ERROR)
     gc.enable()
     command_line = sys.argv[1:] if argv is None else argv
@@ -80,11 +80,11 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         num_machines = math.ceil(meant / 8) if meant else machines.most
         _dry_run(launcher_args, flags, meant or machines.world_sizes()[-1], num_machines)
         sys.exit(0)
-    # Check every number of machines that the run may begin with; ranks check the real one.
+    # Check the fewest and the most machines; the ranks check the real number.
     *other_sizes, size = machines.world_sizes()
     for other_size in other_sizes:
         configure(flags, other_size, folders=not launcher_args.print_config)
-    with _warnings_written() if launcher_args.print_config else contextlib.nullcontext():
+    with _warnings_shown() if launcher_args.print_config else contextlib.nullcontext():
         config, _ = configure(flags, size, folders=not launcher_args.print_config)
     _check_restarts(launcher_args, machines, config.checkpoints)
     if launcher_args.print_config:
@@ -102,7 +102,7 @@ def _dry_run(launcher_args: argparse.Namespace, flags: Sequence[str], world_size
     """
     ignore_megatron_warnings()
     # ``missing`` is filled while ``configure`` runs. Another machine will run it: its folders and GPUs are not here.
-    with _warnings_written(), missing_packages_noted() as missing:
+    with _warnings_shown(), missing_packages_noted() as missing:
         config, task = configure(flags, world_size, folders=False, elsewhere=True)
     # Wrong flags are refused before Megatron-Core is imported.
     from megatron_rc.launch.dry_run.findings import examine
@@ -113,17 +113,17 @@ def _dry_run(launcher_args: argparse.Namespace, flags: Sequence[str], world_size
 
 
 @contextlib.contextmanager
-def _warnings_written() -> Iterator[None]:
+def _warnings_shown() -> Iterator[None]:
     """Write the warnings about flags to standard error inside the block, for a command that starts no ranks."""
-    lines = logging.StreamHandler()
-    lines.setFormatter(VisibleFormatter("%(message)s"))
-    _log.addHandler(lines)
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(message)s"))
+    _log.addHandler(handler)
     _log.setLevel(logging.WARNING)
     try:
         yield
     finally:
         _log.setLevel(logging.ERROR)
-        _log.removeHandler(lines)
+        _log.removeHandler(handler)
 
 
 def _check_restarts(launcher_args: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:

@@ -28,8 +28,8 @@ _TITLES = {
     "inclusion_shortest": "of the shortest quarter",
     "expected_longest": "expected",
     "expected_shortest": "expected",
-    "prompts_without": "prompts without a response",
-    "inclusion_prompt_std": "SD over prompts",
+    "prompts_without": "share of prompts that train no response",
+    "inclusion_prompt_std": "SD of inclusion over prompts",
     "age": "age in steps",
 }
 _RANGES_MEANS = ("kl", "k3", "ess", "rejected", "grad_norm")

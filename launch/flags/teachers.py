@@ -38,7 +38,8 @@ def teacher_models(config: RunConfig, settings: DistillationSection, values: Val
         values: values of the run's flags.
 
     Raises:
-        ConfigurationError: the model of a directory or a checkpoint is not known here, or has fewer tokens.
+        ConfigurationError: the model of a directory or a checkpoint is not known here, or its vocabulary is smaller
+            than the policy's.
     """
     for folder in settings.teacher_load_hf or ():
         sections = _of_directory(folder, values, config)
@@ -55,9 +56,9 @@ def teacher_models(config: RunConfig, settings: DistillationSection, values: Val
 def _of_directory(folder: str, values: Values, config: RunConfig) -> dict[str, Any]:
     """Return the sections with the shape of the model in a Hugging Face directory."""
     of_model = values_of_directory(folder, "--teacher-load-hf")
-    usual = defaults()
+    default_values = defaults()
     flags_of_model = [option.flag for name, option in flag_options().values() if name in SECTIONS_OF_THE_MODEL]
-    reset = {flag: usual[flag] for flag in flags_of_model}
+    reset = {flag: default_values[flag] for flag in flags_of_model}
     of_teacher, _ = without_unused(values.also(reset).also(of_model), {})
     of_teacher = with_model_defaults(of_teacher)
     vocab_size = of_teacher.vocab_size or config.model.vocab_size

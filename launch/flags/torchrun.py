@@ -162,7 +162,7 @@ def _check_meeting(args: argparse.Namespace, machines: Machines, torchrun_args: 
     if torchrun_args.standalone and machines.most > 1:
         raise ConfigurationError("--standalone is for one machine: drop it or --nnodes")
     if typed and machines.most == 1:
-        # On a machine of several it would start a run of its own.
+        # Such a machine would start a run alone instead of joining the others.
         raise ConfigurationError(f"{typed[0]} does nothing without --nnodes above 1: give both, or neither")
     if is_elastic and not torchrun_args.rdzv_endpoint:
         raise ConfigurationError(f"{meeting} needs --rdzv-endpoint HOST:PORT, the same on all machines")

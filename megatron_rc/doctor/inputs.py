@@ -182,7 +182,7 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
 def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
     """Evidence of a run's metrics."""
     history, bad, names = own_rows(rows, path, prefix)
-    note = f"{bad} rows have a metric that is NaN or infinite; a distance is then beyond its limit, a share left out"
+    note = f"{bad} rows have a metric that is NaN or infinite: beyond its limit if it is a distance, else left out"
     notes = (note,) if bad else ()
     settings = (read_settings(path.parent) if path.name == METRICS_FILE else None) or None
     program = OWN if settings else program_of(map(str, names))

@@ -132,7 +132,8 @@ def _correlation(rollout: Tensor, old: Tensor) -> dict[str, float]:
 def _noise(rollout: Tensor, old: Tensor) -> Tensor:
     """[...] |log ρ| over 1 - p, at most ``_CAP``.
 
-    Rounding of the logits moves the log-prob of a token by 1 - p of the rounding.
+    An error in the logits moves the log-prob of a token by (1 - p) times the error. 1.01 instead of 1 avoids a division
+    by 0.
     """
     return ((old - rollout).abs() / (1.01 - rollout.exp().clamp(max=1.0))).clamp(max=_CAP)
 

@@ -156,7 +156,8 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
     A distance that is NaN or infinite counts as infinite, beyond its limit; any other such number is left out. A reward
     or a gradient norm that is NaN says nothing about the two policies, and its row is not counted. ``prefix`` is the
     run's own prefix of the correction's metrics. ValueError, with the path, if no row has a metric of the two policies,
-    if all have a NaN or infinite one, if a metric has two columns, or if the rows are not in the order of time.
+    if all have a NaN or infinite one, if a metric of the mismatch has two columns, or if the rows are not in the order
+    of time.
     """
     history = History()
     bad = 0
@@ -226,11 +227,12 @@ def _without_metrics(names: set[Any]) -> str:
 def own_row(row: Mapping[str, Any], prefix: str) -> Row:
     """The numbers of one step under our names, without metrics that the rules do not use.
 
-    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's. If two names mean the
-    same metric, as in an export of two runs, a metric of the mismatch raises ValueError; of others the first counts.
+    ``prefix`` is the run's own prefix of the correction's metrics; empty for another program's. Two columns may be
+    the same metric, as in an export of two runs: a metric of the mismatch raises ValueError then; of reward, length,
+    entropy and gradient norm the first column counts.
     """
     metrics: Row = {}
-    names: dict[tuple[str, str], str] = {}
+    first_name_of: dict[tuple[str, str], str] = {}
     for name, value in row.items():
         if name is None or isinstance(value, (list, dict)):
             continue
@@ -238,9 +240,9 @@ def own_row(row: Mapping[str, Any], prefix: str) -> Row:
         if metric is None:
             continue
 
-        # The shares below and above two bounds have one name of ours, and are added up.
-        side = without_run(name).rpartition("/")[2] if "fraction" in name else ""
-        first_name = names.setdefault((metric, side), name)
+        # A program may split one of our shares into two, below and above two bounds: they are added up.
+        share_name = without_run(name).rpartition("/")[2] if "fraction" in name else ""
+        first_name = first_name_of.setdefault((metric, share_name), name)
         if first_name != name and metric in _OF_ANY_RUN - {"step"}:
             # These only describe a run: programs log them for several of its parts.
             continue
@@ -250,7 +252,7 @@ def own_row(row: Mapping[str, Any], prefix: str) -> Row:
         number = _number(value)
         if number is None:
             continue
-        if side and metric in metrics:
+        if share_name and metric in metrics:
             number = min(metrics[metric] + number, 1.0)
         metrics[metric] = number
     if metrics.pop("probs_diff_valid", 1.0) == 0:

@@ -18,8 +18,8 @@ from megatron_rc.launch.weights.megatron_bridge import BRIDGE, is_bridged
 
 NO_BRIDGE = "none"
 _FOREIGN = "drop it, or train from --load-rollouts without --load-hf and --save-hf"
-# Settings of a directory that do not change the function of the model.
-_NAMES_ALONE = ("hf_model_type", "max_position_embeddings", "sliding_window")
+# Settings of another model's directory that may differ from the policy's.
+_MAY_DIFFER = ("hf_model_type", "max_position_embeddings", "sliding_window")
 _log = logging.getLogger("megatron_rc")
 
 
@@ -181,21 +181,31 @@ def check_other_models(config: RunConfig) -> None:
     """Refuse a reference policy's or critic's directory whose config.json describes another model than the policy's."""
     reference = config.reference.ref_load_hf
     if reference:
-        _check_function(config, "--ref-load-hf", reference, _NAMES_ALONE)
+        _check_architecture_of(config, "--ref-load-hf", reference, _MAY_DIFFER)
     critic = config.critic and config.critic.critic_load_hf
     if critic:
         # The value head takes the place of the output layer.
-        _check_function(config, "--critic-load-hf", critic, (*_NAMES_ALONE, "untie_embeddings_and_output_weights"))
+        may_differ = (*_MAY_DIFFER, "untie_embeddings_and_output_weights")
+        _check_architecture_of(config, "--critic-load-hf", critic, may_differ)
 
 
-def _check_function(config: RunConfig, directory_flag: str, folder: str, ignored: Collection[str]) -> None:
-    """Refuse a directory whose model is another function than the policy's; names of ``ignored`` have underscores."""
+def _check_architecture_of(config: RunConfig, directory_flag: str, folder: str, may_differ: Collection[str]) -> None:
+    """Refuse a directory whose architecture differs from the policy's in a setting that is not in ``may_differ``.
+
+    Names of settings have underscores.
+    """
     described = values_of_directory(folder, directory_flag)
+    window = described.get("sliding_window")
+    if window and config.training.seq_length > window:
+        raise ConfigurationError(
+            f"{directory_flag} {folder} is a model whose attention reaches {window} tokens, which is not limited here, "
+            f"but {config.typed('seq_length')} is longer: use shorter sequences"
+        )
     for name in dict.fromkeys([*described, *NONE_IF_ABSENT]):
         value = config.value_of(name.replace("_", "-"))
         other_value = described.get(name)
-        # A switch is None if its section is absent.
-        if name in ignored or value == other_value or (value is None and other_value is False):
+        # A switch of a section that the policy does not have is None, which means off.
+        if name in may_differ or value == other_value or (value is None and other_value is False):
             continue
         other_model = f"without {flag(name)}" if other_value is None else f"with {as_typed(name, other_value)}"
         raise ConfigurationError(

@@ -167,8 +167,11 @@ def _refuse_unless_needed(unknown: Iterable[str], known: Mapping[str, Any], prog
 
 
 def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
-    """Return the dialects that can read all these settings and know most of their names; empty if none knows one."""
-    known_names: dict[str, int] = {}
+    """Return the dialects that read these settings without an error and have the most of them.
+
+    Empty if no dialect has any.
+    """
+    num_settings: dict[str, int] = {}
     try:
         fields = as_sections(fields)
     except ValueError:
@@ -178,12 +181,12 @@ def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
             settings = _sorted_settings(fields, program).of_correction
             if settings.keys() <= program.defaults.keys():
                 program.read(Settings(settings, program.defaults))
-                known_names[name] = len(settings)
+                num_settings[name] = len(settings)
         except ValueError:
             continue
 
-    most = max(known_names.values(), default=0)
-    return [name for name, count in known_names.items() if 0 < count == most]
+    largest = max(num_settings.values(), default=0)
+    return [name for name, number in num_settings.items() if 0 < number == largest]
 
 
 def other_dialects(name: object, fields: Mapping[str, Any], dialect: str) -> str:

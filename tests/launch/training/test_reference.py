@@ -153,6 +153,7 @@ OTHER_FUNCTIONS = {
     "linear-rope": ("llama", {"rope_parameters": LINEAR}, {}, r"without --rotary-seq-len-interpolation-factor, "),
     "dynamic-rope": ("llama", {}, {"rope_parameters": DYNAMIC}, r"--rope-dynamic-factor 3"),
     "no-rope-layers": ("smollm3", {}, {"no_rope_layers": [1, 1, 1, 1]}, r"without --no-rope-freq, "),
+    "window": ("mistral", {}, {"sliding_window": 8}, "reaches 8 tokens"),
     "epsilon": ("llama", {"rms_norm_eps": 1e-4}, {}, r"--norm-epsilon 1e-06.* 0\.0001"),
     "yarn": (
         "llama-yarn",
