@@ -121,16 +121,19 @@ def test_other_programs_records(tmp_path):
         names_of(tmp_path / "verl.safetensors")
 
 
+def lines_without_padding(batch):
+    """A line for each response, of its sampled tokens alone, without a mask."""
+    counts = batch["response_mask"].sum(dim=1).tolist()
+    names = ("rollout_log_probs", "old_log_probs")
+    return [{name: batch[name][row, :count].tolist() for name in names} for row, count in enumerate(counts)]
+
+
 def test_responses_that_the_trainer_did_not_score_are_left_out(tmp_path):
     batch = made("temperature 1.4", 5)
-    counts = batch["response_mask"].sum(dim=1).tolist()
-    lines = [
-        {name: batch[name][row, :count].tolist() for name in ("rollout_log_probs", "old_log_probs")}
-        for row, count in enumerate(counts)
-    ]
+    lines = lines_without_padding(batch)
     del lines[0]["old_log_probs"]
     evidence = read_evidence(write_lines(tmp_path / "m.jsonl", lines))
-    assert evidence.facts["num_tokens"] == sum(counts[1:])
+    assert evidence.facts["num_tokens"] == batch["response_mask"][1:].sum()
     assert not evidence.notes
     assert [verdict.rule.name for verdict in judge(evidence.facts)] == ["temperature"]
 

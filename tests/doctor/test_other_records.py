@@ -10,7 +10,7 @@ from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.report import TOO_LITTLE, UNUSABLE, examine
 from megatron_rc.doctor.rules import judge
 from megatron_rc.replay.__main__ import main as replay
-from tests.doctor.test_inputs import write_lines
+from tests.doctor.test_inputs import lines_without_padding, write_lines
 from tests.support.made_faults import made
 
 
@@ -123,12 +123,7 @@ def test_a_response_without_a_token_has_an_empty_mask(tmp_path):
 
 
 def test_responses_of_different_lengths_need_no_mask(tmp_path):
-    batch = made("temperature 1.4", 5)
-    counts = batch["response_mask"].sum(dim=1).tolist()
-    lines = [
-        {name: batch[name][row, :count].tolist() for name in ("rollout_log_probs", "old_log_probs")}
-        for row, count in enumerate(counts)
-    ]
+    lines = lines_without_padding(made("temperature 1.4", 5))
     assert not read_evidence(write_lines(tmp_path / "batch.jsonl", lines)).notes
 
 

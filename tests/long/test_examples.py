@@ -37,5 +37,7 @@ def test_the_commands_run_in_their_order(tmp_path):
         for line, expected_line in zip((lines[0], lines[-1]), printed_on_page.splitlines(), strict=True):
             assert numbers(line) == pytest.approx(numbers(expected_line), rel=1e-2)
     assert (tmp_path / "weights.png").is_file()
+    # All runs of one name keep the metrics of the runs before.
     num_runs = sum("--config count_up" in command for command in COMMANDS)
     assert len(list((tmp_path / "runs" / "count_up").glob("metrics*.jsonl"))) == num_runs
+    assert num_runs >= 4

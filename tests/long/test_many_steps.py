@@ -65,8 +65,9 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path, monkeypatch):
     for rank in range(4):
         for counts in zip(*(counts_of_ranks[rank] for counts_of_ranks in seen), strict=True):
             logging.info("rank %d: descriptors, then threads: %s", rank, {*counts})
-            # The least: rank 0 has the file of metrics open for a moment in each step.
-            assert min(counts[-50:]) <= min(counts[:50])
+            # Of rank 0 the least: it has the file of metrics open for a moment in each step.
+            usual = max if rank else min
+            assert usual(counts[-50:]) <= usual(counts[:50])
 
 
 def slope_of(file, times):

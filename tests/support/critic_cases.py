@@ -21,6 +21,7 @@ from tests.support.training_cases import BATCH
 LAYOUTS = (
     Layout(tp=2, pp=2, sp=True),
     Layout(pp=2, vpp=True),
+    Layout(tp=2, cp=2, sp=True),
     Layout(cp=2, dp=2),
     Layout(pp=2, cp=2),
 )
@@ -69,7 +70,7 @@ class Case:
 def make_cases() -> list[Case]:
     """A case for every layout; the other values are spread over them."""
     return [
-        Case(layout, index % len(OBJECTIVES), index % 3 != 1, index // 2 % 2 == 1, (4, 8)[index % 2])
+        Case(layout, index % len(OBJECTIVES), index % 3 != 1, index // 2 % 2 == 1, (8, 4)[index % 2])
         for index, layout in enumerate(LAYOUTS)
     ]
 

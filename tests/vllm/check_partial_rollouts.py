@@ -145,6 +145,7 @@ WORDS = """--from-scratch --num-layers=2 --hidden-size=64 --num-attention-heads=
     --rollout-concurrency=1 --save-hf-interval=1"""
 
 
+@pytest.mark.timeout(1800)  # a whole run beside a server
 @pytest.mark.parametrize("broken", ["", KEEPS_CACHES], ids=["whole", "keeps-caches"])
 def test_a_run_whose_server_takes_weights_while_it_samples(tmp_path, broken):
     """Each token of its records against the model that the run saved at the token's version."""
@@ -165,6 +166,7 @@ LEARN = f"""--config={ROOT}/configs/study/count_on.yaml --num-attention-heads=2 
     --run-name=run"""
 
 
+@pytest.mark.timeout(1800)  # a whole run beside a server
 def test_a_run_learns_from_responses_of_several_versions(tmp_path):
     status, output = run_beside_server(tmp_path, LEARN.split())
     assert status == 0, output
@@ -180,6 +182,7 @@ def one_by_one(batch):
     return zip(batch.policy_versions, batch.response_mask, strict=True)
 
 
+@pytest.mark.timeout(1800)  # a whole run beside a server
 @pytest.mark.parametrize("killed", ["server", "rank"])
 def test_a_run_goes_on_after_kill_9_while_the_server_samples(tmp_path, killed):
     (tmp_path / "long_task.py").write_text(TASK)

@@ -1,5 +1,6 @@
 """Responses of several turns by vLLM's server: each sampled token is scored again, after the observations before it."""
 
+import pytest
 import torch
 
 from megatron_rc.records.rollout import load_rollouts
@@ -13,6 +14,7 @@ WORDS = f"""--config={ROOT}/examples/guessing_game.yaml --cpu --num-attention-he
     --run-name=run"""
 
 
+@pytest.mark.timeout(1800)  # a whole run beside a server
 def test_the_record_of_a_run_of_several_turns(tmp_path):
     status, output = run_beside_server(tmp_path, WORDS.split())
     assert status == 0, output

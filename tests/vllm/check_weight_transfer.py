@@ -204,6 +204,7 @@ def test_bytes_that_changed_under_way_are_an_error_that_names_them(server):
     check(server.engine, 2)
 
 
+@pytest.mark.timeout(1800)  # a whole run beside a server
 def test_a_run_of_two_stages_beside_each_of_two_servers(tmp_path):
     """Each token of its records against the model that the run saved at the token's version."""
     (tmp_path / "long_task.py").write_text(TASK)
@@ -216,6 +217,7 @@ def test_a_run_of_two_stages_beside_each_of_two_servers(tmp_path):
     assert not [*(tmp_path / "weights").rglob("*.safetensors")]
 
 
+@pytest.mark.timeout(1800)  # a whole run beside a server
 @pytest.mark.parametrize("killed", ["server", "rank"])
 def test_a_run_goes_on_after_kill_9(tmp_path, killed):
     """The ranks are started again, meet the server again, and go on from the last checkpoint."""

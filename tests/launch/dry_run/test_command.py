@@ -21,6 +21,7 @@ def dry_run(capsys, words, ranks=8, nodes=1):
     words = [*words.split(), "--dry-run", f"--nproc-per-node={ranks}", f"--nnodes={nodes}"]
     code = code_of(main, *words)
     output, errors = capsys.readouterr()
+    assert errors.count(TABLES) <= 1
     lines = [line for line in errors.splitlines(keepends=True) if not line.startswith(TABLES)]
     return code, output, "".join(lines)
 

@@ -87,6 +87,7 @@ RUNS = [
     Run(Layout(pp=2, vpp=True), packed=True, per_token_loss=True),
     Run(Layout(cp=2)),
     Run(Layout(dp=2), flags=OVERLAPPED, is_exact=False),
+    Run(Layout(tp=2, dp=2), flags=DISTRIBUTED, is_exact=False, packed=True),
     Run(Layout(tp=2, dp=2, ep=2, sp=True), has_experts=True, packed=True),
 ]
 REDUCED = [

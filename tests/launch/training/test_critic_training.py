@@ -114,13 +114,13 @@ AWAY = {
 
 @pytest.mark.parametrize(("part", "more", "layout", "each"), AWAY.values(), ids=AWAY)
 def test_what_waits_in_host_memory_leaves_nothing_and_changes_no_number(ranks, tmp_path, part, more, layout, each):
-    """Two steps, with a checkpoint after the first and from it, are those of a run whose tensors stay."""
+    """Three steps, with a checkpoint after the first and from it; the last one shows the moments that came back."""
     algorithm = PPO if part == "critic" else [*POLICY, "--advantage-estimator=rloo"]
     arguments = flags(tmp_path, *algorithm, *more, *layout.flags())
-    stayed = ranks.run(train, layout, arguments, 0, 2)
+    stayed = ranks.run(train, layout, arguments, 0, 3)
     files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
-    for steps, begin, save_at in ((slice(0, 2), 0, 1), (slice(1, 2), 1, None)):
-        went = ranks.run(train_away, layout, part, [*arguments, f"--{part}-offload", *files], begin, 2, save_at)
+    for steps, begin, save_at in ((slice(0, 3), 0, 1), (slice(1, 3), 1, None)):
+        went = ranks.run(train_away, layout, part, [*arguments, f"--{part}-offload", *files], begin, 3, save_at)
         for metrics_of_stayed, (metrics, ratios) in zip(stayed, went, strict=True):
             assert metrics == metrics_of_stayed[steps]
             assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
@@ -195,8 +195,8 @@ def start_elsewhere(words, folder):
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [(Layout(tp=2), []), (Layout(pp=2), ["--untie-embeddings-and-output-weights"])],
-    ids=["tied-tp2", "untied-pp2"],
+    [(Layout(tp=2), []), (Layout(pp=2), []), (Layout(pp=2), ["--untie-embeddings-and-output-weights"])],
+    ids=["tied-tp2", "tied-pp2", "untied-pp2"],
 )
 def test_a_critic_starts_from_the_policy_or_from_another_model(ranks, tmp_path, layout, more):
     arguments = flags(tmp_path, *PPO, *more, *layout.flags())

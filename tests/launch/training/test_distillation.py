@@ -172,7 +172,7 @@ def without_hints(logits, shifts, length):
     ("layout", "more"),
     [
         (Layout(tp=2, sp=True), []),
-        (Layout(cp=2), ["--rl-use-sequence-packing", "--fused-linear-log-probs"]),
+        (Layout(tp=2, cp=2, sp=True), ["--rl-use-sequence-packing", "--fused-linear-log-probs"]),
     ],
     ids=str,
 )

@@ -85,10 +85,10 @@ WITH_PPO = objective("ppo_clip", "token", distillation=0.7)
 WITH_REINFORCE = objective("reinforce", "geometric", bypass=True, distillation=0.5)
 CASES = [
     Case(Layout(cp=2, dp=2), BY_SEQUENCE, "reverse_kl", fused=True, packed=True, size=4),
-    Case(Layout(pp=2), objective("distill", "token", bypass=True), "jsd", per_token_loss=True),
+    Case(Layout(pp=2, cp=2), objective("distill", "token", bypass=True), "jsd", per_token_loss=True),
     Case(Layout(cp=2), objective("distill", "prefix", REJECT, **KPOP), "forward_kl"),
     Case(Layout(tp=2, sp=True, pp=2), WITH_PPO, "forward_kl", packed=True),
-    Case(Layout(pp=2, vpp=True), WITH_REINFORCE, "reverse_kl"),
+    Case(Layout(pp=2, vpp=True), WITH_REINFORCE, "reverse_kl", size=4),
     Case(Layout(tp=2, sp=True), BY_TOKEN, "reverse_kl", few=True, fused=True, packed=True),
 ]
 

@@ -79,8 +79,8 @@ CASES = [
     Case(Layout(), "ppo", **PADDED, **PER_BATCH, size=8),
     Case(Layout(tp=2, sp=True), "cispo", **PACKED, **PER_TOKEN, size=16),
     Case(Layout(pp=2, vpp=True), "sums", **PADDED, **PER_TOKEN, size=8),
-    Case(Layout(cp=2, dp=2), "ppo", **PACKED, **PER_BATCH, size=8),
-    Case(Layout(cp=2), "ppo normalised", **PADDED, **PER_TOKEN, size=8),
+    Case(Layout(cp=2), "ppo", **PACKED, **PER_BATCH, size=8),
+    Case(Layout(cp=2, dp=2), "ppo normalised", **PADDED, **PER_TOKEN, size=8),
     Case(Layout(cp=2), "gspo", **PADDED, **PER_BATCH, size=16),
     Case(Layout(pp=2), "reinforce normalised", **PACKED, **PER_TOKEN, size=16),
 ]

@@ -161,7 +161,7 @@ LAYOUTS = [
         Layout(pp=2),
         ["--bypass-mode", "--loss-type=reinforce", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=256"],
     ),
-    (Layout(cp=2, ep=2), ["--moe-token-dispatcher-type=alltoall", f"--micro-batch-size={SEQUENCES // 2}"]),
+    (Layout(cp=2, dp=2, ep=2), ["--moe-token-dispatcher-type=alltoall", f"--micro-batch-size={SEQUENCES // 2}"]),
 ]
 
 

@@ -42,10 +42,10 @@ class Replayed(MoeCase):
 
 CASES = [
     Replayed(Layout(tp=2, sp=True), "decoupled", replayed="old", packed=True, more=MOE, size=8),
-    Replayed(Layout(pp=2, vpp=True), "decoupled", more=FULL, size=8),
+    Replayed(Layout(pp=2, vpp=True), "decoupled", more=FULL, size=4),
     Replayed(Layout(cp=2, dp=2, ep=2), "bypass reinforce", packed=True),
     Replayed(Layout(dp=2, ep=2), "decoupled", replayed="all", dispatcher="allgather"),
-    Replayed(Layout(pp=2), "decoupled", replayed="old", size=8),
+    Replayed(Layout(dp=2, ep=2), "decoupled", replayed="old"),
 ]
 
 
