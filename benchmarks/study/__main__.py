@@ -9,10 +9,10 @@ from pathlib import Path
 
 from benchmarks.study.design import ROOT
 from benchmarks.study.document import put_table, table
-from benchmarks.study.pictures import draw_all
+from benchmarks.study.pictures import draw_all, draw_differences
 from benchmarks.study.queue import StudyError, run_all
 from benchmarks.study.results import read
-from benchmarks.study.settings import BLOCKS, MAIN, runs_of
+from benchmarks.study.settings import BLOCKS, MAIN, WORKING_SHORT, family_of, runs_of
 
 DOCS = ROOT / "docs"
 
@@ -65,6 +65,7 @@ def write_documents() -> None:
     for block in BLOCKS.values():
         put_table(read(DOCS / block.data), DOCS / "study.md", block)
     draw_all(read(DOCS / MAIN.data), DOCS)
+    draw_differences(read(DOCS / WORKING_SHORT.data), family_of(WORKING_SHORT), DOCS / "study_working.png")
     say(f"written to {DOCS}: the tables in study.md, and the figures")
 
 

@@ -1,19 +1,27 @@
-"""The figures of docs/study.md: a line is the mean over the seeds, its band goes from the smallest to the largest."""
+"""The figures of docs/study.md.
+
+Curves: a line is the mean over the seeds, and its band goes from the smallest to the largest. Differences: a mark is
+the difference of two means of seeds, and its bar is the 95 % interval.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.study.design import WINDOW, Correction
+from benchmarks.study.comparison import Comparison, comparison_key, comparisons, measures_of
+from benchmarks.study.design import WINDOW, Block, Correction
 from benchmarks.study.document import seeds_of
 from benchmarks.study.results import Outcome
 from benchmarks.study.settings import (
     BONUS,
     BYPASS,
+    COUNT_ON,
+    COUNT_UP,
     GEO_RS,
     MAIN,
     NONE,
@@ -41,6 +49,8 @@ _ROWS = {
     "grad_norm": ("gradient norm", "log"),
     "entropy": ("entropy of the trainer's policy, nats", "linear"),
 }
+# Tasks in the picture of differences.
+_TASKS = {COUNT_UP.name: ("responses of 10 tokens", "tab:blue"), COUNT_ON.name: ("of 128 tokens", "tab:orange")}
 Points = Mapping[int, float]
 
 
@@ -93,13 +103,74 @@ def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
     _finish(figure, list(grid.flat), picture)
 
 
+def draw_differences(outcomes: Sequence[Outcome], blocks: Sequence[Block], picture: Path) -> None:
+    """Draw each correction's difference from no correction: a row for each measure, a column for each mismatch.
+
+    The blocks have the same mismatches, and their corrections are in the same order. The measures are those of the
+    last block. Nothing is drawn before all blocks are whole, because there is no verdict then.
+    """
+    from matplotlib.figure import Figure
+
+    compared = comparisons(outcomes, blocks)
+    if not compared:
+        return
+    measures = list(measures_of(blocks[-1]))
+    mismatches = list(dict.fromkeys(mismatch for (mismatch, _), _ in blocks[0].compared_pairs))
+    corrections = list(dict.fromkeys(correction.title for (_, correction), _ in blocks[0].compared_pairs))
+    figure = Figure(figsize=(11, 2.9 * len(measures)), layout="constrained")
+    grid = figure.subplots(len(measures), len(mismatches), sharex="row", sharey=True, squeeze=False)
+
+    for measure, axes in zip(measures, grid, strict=True):
+        for mismatch, axis in zip(mismatches, axes, strict=True):
+            axis.axvline(0, color="0.4", lw=1)
+            for number, block in enumerate(blocks):
+                # The marks of the blocks stand one below the other around the correction's line.
+                shift = (number - (len(blocks) - 1) / 2) * 0.36
+                pairs = [pair for pair in block.compared_pairs if pair[0][0] == mismatch]
+                of_mismatch = [compared[comparison_key(block, *pair, measure)] for pair in pairs]
+                _draw_differences(axis, of_mismatch, shift, *_TASKS[block.setting.name])
+            axis.set_xlabel(f"difference, {measure}", fontsize=8)
+            axis.tick_params(labelsize=8)
+            axis.grid(alpha=0.3)
+
+    for mismatch, axis in zip(mismatches, grid[0], strict=True):
+        axis.set_title(textwrap.fill(mismatch.title, width=28), fontsize=9)
+    first_axis = grid[0][0]
+    first_axis.set_yticks(range(len(corrections)), corrections)
+    first_axis.invert_yaxis()
+    _save(figure, first_axis, picture)
+
+
+def _draw_differences(axis: Any, of_mismatch: Sequence[Comparison], shift: float, label: str, colour: str) -> None:
+    """Draw a mark for each correction, full if its difference is decided, on a bar of its interval."""
+    for number, comparison in enumerate(of_mismatch):
+        difference = comparison.difference
+        place = number + shift
+        axis.plot([difference.low, difference.high], [place, place], color=colour, lw=1.5)
+        axis.plot(
+            [difference.mean],
+            [place],
+            color=colour,
+            marker="o",
+            markersize=5,
+            markerfacecolor="white" if comparison.verdict == "undecided" else colour,
+            linestyle="none",
+            label=label if number == 0 else None,
+        )
+
+
 def _finish(figure: Any, axes: list[Any], picture: Path) -> None:
     for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
+    _save(figure, axes[0], picture)
+
+
+def _save(figure: Any, labelled: Any, picture: Path) -> None:
+    """Add a legend with the labels of an axis, and write the figure."""
     from PIL import Image
 
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = labelled.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=90)
