@@ -119,7 +119,7 @@ def _objective(name: str, title: str) -> Correction:
 
 
 DPPO_TV = _objective("dppo_tv", "DPPO, difference of probabilities")
-# One run each of the methods that were published in 2026, with their own numbers or the objective's defaults.
+# Methods that were published in 2026, with their own numbers or the objective's defaults.
 _OF_2026 = (
     KPOP,
     _preset("prefix", "weights of prefixes", "decoupled_prefix_is"),
@@ -196,7 +196,9 @@ WITH_BONUS = Block(
     (*_REFERENCE, *_kinds(STRONG, UNCORRECTED, TOKEN_TIS, SEQ_TIS, GEO_RS, BYPASS)),
     seeds=THREE_SEEDS,
 )
-PUBLISHED = Block("published", COUNT_UP, (*_REFERENCE, *_kinds(_TEMPERATURE, UNCORRECTED, *_OF_2026)), seeds=(1,))
+PUBLISHED = Block(
+    "published", COUNT_UP, (*_REFERENCE, *_kinds(_TEMPERATURE, UNCORRECTED, *_OF_2026)), seeds=THREE_SEEDS
+)
 MIXTURE = Block(
     "experts",
     EXPERTS,
