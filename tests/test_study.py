@@ -6,6 +6,9 @@ import json
 import math
 import re
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +29,7 @@ from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
 from tests.launch.tasks.test_text import tokenizer_folder
 from tests.support.paths import ROOT
+from tests.support.runs import wait_for
 
 RUNS = list(settings.runs_of(settings.BLOCKS.values()))
 MAIN = settings.MAIN.runs
@@ -396,6 +400,25 @@ def test_a_run_is_made_once_and_measured(monkeypatch, tmp_path, two_steps):
         assert row.keys() >= {*results.METRIC_OF.values()}
     with pytest.raises(queue.StudyError, match="has count_up-none-uncorrected-1 with other flags"):
         queue.run_all(MAIN[:1], data, tmp_path, 1, messages.append)
+
+
+@pytest.mark.processes
+def test_a_run_ends_with_its_queue(tmp_path):
+    """A run that went on would write beside the next try, and the two would be measured as one."""
+    run = MAIN[0]
+    (tmp_path / run.name).mkdir()
+    (tmp_path / run.name / "metrics.jsonl").write_text("of an earlier try\n")
+    command = [sys.executable, "-m", "benchmarks.study", "main", "--at-once", "1"]
+    with subprocess.Popen(
+        [*command, "--data", str(tmp_path / "data.json"), "--runs", str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as study:
+        lock = tmp_path / run.name / ".in-use"
+        wait_for(lambda: lock.is_file() and lock.read_text(), process=study)
+        assert "earlier" not in "".join(path.read_text() for path in lock.parent.glob("metrics*"))
+        study.kill()
+    process = int(re.match(r"process (\d+) on ", lock.read_text())[1])
+    # Well before the run's own end.
+    wait_for(lambda: not Path(f"/proc/{process}").exists(), seconds=10)
 
 
 # The measurements.

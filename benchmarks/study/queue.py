@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -96,7 +97,9 @@ def _commit() -> str:
 
 def _start(run: Run, folder: Path, model: Path | None) -> subprocess.Popen[bytes]:
     place = folder / run.name
-    place.mkdir(parents=True, exist_ok=True)
+    # Nothing of an earlier try may be measured.
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
     # The folder is no part of the data's flags, because it depends on the machine.
     of_model = [f"--load-hf={model}"] if run.setting.needs_model else []
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

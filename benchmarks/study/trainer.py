@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from benchmarks.study.design import GAVE_UP, Mismatch
 from benchmarks.study.engine import ExactlyEvaluatedEngine, StudyEngine
 from benchmarks.study.late import LateEngine
 from benchmarks.study.settings import ENGINES
+from megatron_rc.launch.ending import end_with_parent
 from megatron_rc.launch.engines import RolloutEngine, registry
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.measures import shift
@@ -31,6 +33,8 @@ def register(mismatch: Mismatch) -> None:
 
 def main(words: Sequence[str]) -> None:
     """Train one run; end the process with 2 for flags that cannot work, and with 3 if training failed."""
+    # A run that outlived its queue would write beside the next try of the same run.
+    end_with_parent(os.getppid())
     # Before the launcher's parser is loaded, which lists the engines.
     for mismatch in ENGINES:
         register(mismatch)
