@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.study import comparison, document, engine, late, queue, results, settings, trainer
+from benchmarks.study import comparison, document, engine, late, pictures, queue, results, settings, trainer
 from benchmarks.study.design import LATE_FILE, POLICY_FILE, Mismatch
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.errors import RunError
 from megatron_rc.launch.flags import parser
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.evaluation import sampling_of
@@ -413,9 +415,14 @@ def test_a_run_ends_with_its_queue(tmp_path):
         [*command, "--data", str(tmp_path / "data.json"), "--runs", str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL
     ) as study:
         lock = tmp_path / run.name / ".in-use"
-        wait_for(lambda: lock.is_file() and lock.read_text(), process=study)
-        assert "earlier" not in "".join(path.read_text() for path in lock.parent.glob("metrics*"))
-        study.kill()
+        try:
+            wait_for(lambda: lock.is_file() and lock.read_text(), process=study)
+            assert "earlier" not in "".join(path.read_text() for path in lock.parent.glob("metrics*"))
+            with pytest.raises(RunError, match=f"--runs {tmp_path}: another run .* writes there"):
+                queue.run_all([run], tmp_path / "data.json", tmp_path, 1, print)
+            assert lock.is_file(), "the refused queue removed nothing"
+        finally:
+            study.kill()
     process = int(re.match(r"process (\d+) on ", lock.read_text())[1])
     # Well before the run's own end.
     wait_for(lambda: not Path(f"/proc/{process}").exists(), seconds=10)
@@ -562,7 +569,7 @@ def row_of(table, *cells):
     return next(line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |"))
 
 
-def test_verdicts_of_five_seeds_wait_for_all_runs():
+def test_verdicts_and_pictures_of_five_seeds_wait_for_all_runs(tmp_path):
     family = settings.family_of(settings.WORKING_SHORT)
     assert family == [settings.WORKING_SHORT, settings.WORKING_LONG]
     outcomes = [made_outcome(run) for run in settings.runs_of(family)]
@@ -570,6 +577,11 @@ def test_verdicts_of_five_seeds_wait_for_all_runs():
     compared = comparison.comparisons(outcomes, family)
     # Three measures of short responses; whole right answers of long ones are not compared.
     assert len(compared) == 4 * 7 * (3 + 2)
+    picture = tmp_path / "differences.png"
+    pictures.draw_differences(outcomes[:-1], family, picture)
+    assert not picture.exists()
+    pictures.draw_differences(outcomes, family, picture)
+    assert picture.exists()
     for (_, _, how, *_), verdict in compared.items():
         expected = {"token_tis": "better", "bypass": "worse"}.get(how, "undecided")
         assert verdict.verdict == expected
@@ -666,6 +678,8 @@ def test_the_page_has_the_tables_of_the_data(block):
 
 KINDS = tuple(kind.name for kind in settings.STRONG)
 MILD = tuple(kind.name for kind in settings.REALISTIC)
+# Kinds of run under strong mismatches, with every correction and baseline of three seeds.
+STRONG_KINDS = {*settings.MAIN.kinds, *settings.BASELINES.kinds}
 
 
 def outcomes_of(mismatch, correction, setting="count_up"):
@@ -749,6 +763,33 @@ def of_weak_mismatches():
         yield "A mixture of experts", sentence.format(min(k3), max(k3))
 
 
+def of_the_tree():
+    """(section, words in it) of docs/choosing.md."""
+    k3 = []
+    for kind in KINDS:
+        # The oldest runs have none.
+        of_seeds = [outcome.mean("k3") for outcome in outcomes_of(kind, "uncorrected")]
+        k3.append(fmean(value for value in of_seeds if math.isfinite(value)))
+    yield "The tree", f"with a k3 of {min(k3):.1f} to {max(k3):.1f}"
+    best = []
+    for kind in KINDS:
+        corrections = [correction.name for mismatch, correction in STRONG_KINDS if mismatch.name == kind]
+        best.append(max(mean_of(kind, how) for how in corrections))
+    yield "The tree", "end at {:.2f} with rounded weights and at {:.2f} with old ones".format(*best)
+    weighted = mean_of("temperature", "seq_tis_weighted")
+    assert weighted == best[2]
+    yield "The tree", f"weighted` end at {weighted:.2f}, like training without mismatch"
+    grown, without, published = (
+        mean_of("rounding_long", how, "count_on") for how in ("geo_rs_grown", "uncorrected", "geo_rs_published")
+    )
+    yield "The tree", f"bounds for the length end at {grown:.2f} and no correction at {without:.2f}"
+    yield "The tree", f"the preset's own bounds end at {published:.2f}"
+    k3_of_old = mean_of("staleness_mild", "uncorrected", measure="k3")
+    kl_of_old = mean_of("staleness", "uncorrected", measure="kl")
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert f"a k3 of {k3_of_old:.2f} at up to 4 steps, and a KL of {kl_of_old:.1f} at up to 50 steps" in page
+
+
 def final_of_seed_1(correction):
     """The last reward of the run with seed 1 under the drifting temperature."""
     (outcome,) = (outcome for outcome in outcomes_of("temperature", correction) if outcome.seed == 1)
@@ -764,7 +805,7 @@ def of_2026():
     yield "Corrections of 2026", f"without correction {final_of_seed_1('uncorrected'):.2f}"
 
 
-@pytest.mark.parametrize("sentences_of", [of_strong_mismatches, of_weak_mismatches, of_2026])
+@pytest.mark.parametrize("sentences_of", [of_strong_mismatches, of_weak_mismatches, of_the_tree, of_2026])
 def test_the_prose_has_the_numbers_of_the_data(sentences_of):
     pages = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("study", "choosing"))
     for section, sentence in sentences_of():

@@ -13,6 +13,7 @@ from benchmarks.study.pictures import draw_all, draw_differences
 from benchmarks.study.queue import StudyError, run_all
 from benchmarks.study.results import read
 from benchmarks.study.settings import BLOCKS, MAIN, WORKING_SHORT, family_of, runs_of
+from megatron_rc.launch.errors import RunError
 
 DOCS = ROOT / "docs"
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = list(runs_of(block for block in blocks if block.data == name))
         try:
             run_all(runs, data, args.runs.resolve(), args.at_once, say, model)
-        except StudyError as error:
+        except (RunError, StudyError) as error:
             sys.stderr.write(f"error: {error}\n")
             sys.exit(1)
     if args.data is None:

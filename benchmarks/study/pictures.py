@@ -49,7 +49,7 @@ _ROWS = {
     "grad_norm": ("gradient norm", "log"),
     "entropy": ("entropy of the trainer's policy, nats", "linear"),
 }
-# Tasks in the picture of differences.
+# Label and colour of each task in the picture of differences.
 _TASKS = {COUNT_UP.name: ("responses of 10 tokens", "tab:blue"), COUNT_ON.name: ("of 128 tokens", "tab:orange")}
 Points = Mapping[int, float]
 
@@ -145,11 +145,11 @@ def _draw_differences(axis: Any, of_mismatch: Sequence[Comparison], shift: float
     """Draw a mark for each correction, full if its difference is decided, on a bar of its interval."""
     for number, comparison in enumerate(of_mismatch):
         difference = comparison.difference
-        place = number + shift
-        axis.plot([difference.low, difference.high], [place, place], color=colour, lw=1.5)
+        height = number + shift
+        axis.plot([difference.low, difference.high], [height, height], color=colour, lw=1.5)
         axis.plot(
             [difference.mean],
-            [place],
+            [height],
             color=colour,
             marker="o",
             markersize=5,
@@ -166,11 +166,11 @@ def _finish(figure: Any, axes: list[Any], picture: Path) -> None:
     _save(figure, axes[0], picture)
 
 
-def _save(figure: Any, labelled: Any, picture: Path) -> None:
-    """Add a legend with the labels of an axis, and write the figure."""
+def _save(figure: Any, axis_of_legend: Any, picture: Path) -> None:
+    """Add a legend with the labels of one axis, and write the figure."""
     from PIL import Image
 
-    handles, labels = labelled.get_legend_handles_labels()
+    handles, labels = axis_of_legend.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=90)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.study.design import GAVE_UP, ROOT, Run
 from benchmarks.study.results import Outcome, measured, read, write
+from megatron_rc.launch.training.checks.folder_locks import lock
 
 LOG = "log.txt"
 
@@ -46,14 +48,23 @@ def run_all(
     Args:
         runs: the runs.
         data: the data file.
-        folder: folder of the runs' own folders.
+        folder: folder of the runs' own folders; an earlier try's folder is removed.
         at_once: number of runs at the same time.
         say: called with a line at every end of a run.
         model: folder of the model, for settings that need one.
 
     Raises:
         StudyError: a run was killed, or its flags cannot work. Other running ones are ended and will be run again.
+        RunError: another process makes runs in the folder.
     """
+    with ExitStack() as stack:
+        lock(f"--runs {folder}", folder, stack)
+        _run_all(runs, data, folder, at_once, say, model)
+
+
+def _run_all(
+    runs: Sequence[Run], data: Path, folder: Path, at_once: int, say: Callable[[str], None], model: Path | None
+) -> None:
     waiting = missing(runs, data)
     total = len(waiting)
     begun = time.monotonic()
@@ -73,8 +84,8 @@ def run_all(
                 if outcome is None:
                     continue
                 del under_way[run]
-                others = [other for other in read(data) if other.key != outcome.key]
-                write([*others, outcome], data)
+                earlier = [other for other in read(data) if other.key != outcome.key]
+                write([*earlier, outcome], data)
                 made = total - len(waiting) - len(under_way)
                 left = (time.monotonic() - begun) / made * (total - made) / 60
                 how = "finished" if outcome.error is None else f"ended: {outcome.error}"
@@ -96,14 +107,15 @@ def _commit() -> str:
 
 
 def _start(run: Run, folder: Path, model: Path | None) -> subprocess.Popen[bytes]:
-    place = folder / run.name
-    # Nothing of an earlier try may be measured.
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    run_folder = folder / run.name
+    # Nothing of an earlier try may be measured. No other queue can be using it, because this one has the folder's lock.
+    if run_folder.exists():
+        shutil.rmtree(run_folder)
+    run_folder.mkdir(parents=True)
     # The folder is no part of the data's flags, because it depends on the machine.
     of_model = [f"--load-hf={model}"] if run.setting.needs_model else []
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with (place / LOG).open("w", encoding="utf-8") as log:
+    with (run_folder / LOG).open("w", encoding="utf-8") as log:
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "benchmarks.study.trainer", *run.flags, *of_model),
@@ -122,15 +134,16 @@ def _end(run: Run, process: subprocess.Popen[bytes], folder: Path, commit: str) 
     if not number:
         return None
     process.returncode = os.waitstatus_to_exitcode(status)
-    place = folder / run.name
-    lines = [line for line in (place / LOG).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    run_folder = folder / run.name
+    log = (run_folder / LOG).read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in log.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     error = last if process.returncode else None
     outcome = None
     if process.returncode in (0, GAVE_UP):
-        outcome = measured(run, place, commit, round(used.ru_utime + used.ru_stime, 1), error)
+        outcome = measured(run, run_folder, commit, round(used.ru_utime + used.ru_stime, 1), error)
     if outcome is None:
         raise StudyError(
-            f"{run.name} ended with code {process.returncode} ({last}): see {place / LOG}, then start again"
+            f"{run.name} ended with code {process.returncode} ({last}): see {run_folder / LOG}, then start again"
         )
     return outcome

@@ -31,13 +31,22 @@ def in_use(config: RunConfig) -> Iterator[None]:
     save = config.checkpoints.save
     with contextlib.ExitStack() as stack:
         if save:
-            _lock(f"--save {save}", Path(save), stack)
-        _lock(f"--runs-dir {config.launch.runs_dir}, --run-name {config.launch.run_name}", folder, stack)
+            lock(f"--save {save}", Path(save), stack)
+        lock(f"--runs-dir {config.launch.runs_dir}, --run-name {config.launch.run_name}", folder, stack)
         yield
 
 
-def _lock(name: str, folder: Path, stack: contextlib.ExitStack) -> None:
-    """Lock a folder until the stack ends; RunError with ``name``, the folder's flags, if another run has the lock."""
+def lock(name: str, folder: Path, stack: contextlib.ExitStack) -> None:
+    """Lock a folder until a stack ends.
+
+    Args:
+        name: the flags that name the folder, for the error.
+        folder: the folder; made if it is not there.
+        stack: the end of this stack releases the lock.
+
+    Raises:
+        RunError: another run has the lock.
+    """
     with contextlib.suppress(OSError):  # the first write to the folder reports the error
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
